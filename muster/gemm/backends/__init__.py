@@ -1,0 +1,1 @@
+"""Linear backends, one file each."""

@@ -1,0 +1,105 @@
+"""`cpu`: few tokens, weights decoded in registers as they stream from memory, both sides float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from muster.contract import Decline, Package
+from muster.device import Device
+from muster.formats.matrix import QuantMatrix
+from muster.gemm.backend import LinearBackend, LinearFacts
+from muster.gemm.problem import LinearProblem
+from muster.gemm.registry import register_linear
+from muster.native import rows, team
+from muster.native.jit import F32, I64, Emitter, Kernel, Target, Value, host
+from muster.workspace import Workspace
+
+MAX_TOKENS = 16
+_WIDTHS = (4, 1)
+"""Tokens that share one decode of a row, most first."""
+
+
+@dataclass(frozen=True, eq=False)
+class CpuPrepared:
+    """The kernel of this shape and format, and where it finds the weights."""
+
+    kernel: Kernel
+    layout: rows.Rows
+    data: rows.RowData
+    bias_N: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes made beyond the matrix."""
+        return self.data.nbytes
+
+
+@register_linear("cpu")
+class CpuLinear(LinearBackend[CpuPrepared]):
+    """Reads each weight once for up to sixteen tokens; every token's sum has the same order whatever its company."""
+
+    facts = LinearFacts(
+        devices=frozenset({"cpu"}),
+        weights=rows.FAMILIES,
+        dtypes=frozenset({"f32"}),
+        bias=True,
+        deterministic=True,
+        batch_invariant=True,
+        columns_multiple=rows.BLOCK,
+        max_tokens=MAX_TOKENS,
+        packages=(Package("llvmlite", ">=0.45"),),
+        kernels=("linear",),
+    )
+
+    def supports(self, problem: LinearProblem, device: Device) -> Decline | None:
+        reasons = () if (facts := self.facts.decline(problem, device)) is None else facts.reasons
+        why_not = rows.why_not(problem.weights)
+        return Decline.when(dict.fromkeys((*reasons, *([why_not] if why_not else [])), True))
+
+    def prepare(self, problem: LinearProblem, matrix: QuantMatrix, bias_N: Tensor | None) -> CpuPrepared:
+        data = rows.RowData.of(matrix)
+        layout = rows.Rows.of(matrix, data)
+        return CpuPrepared(linear_kernel(layout, bias_N is not None, host()), layout, data, bias_N)
+
+    def run(self, prepared: CpuPrepared, x_TK: Tensor, out_TN: Tensor, workspace: Workspace) -> None:
+        scratch = 0
+        if prepared.layout.packed:
+            size = (torch.get_num_threads(), x_TK.numel())
+            scratch = workspace.take("vectors", size, torch.float32).data_ptr()
+        bias = 0 if prepared.bias_N is None else prepared.bias_N.data_ptr()
+        addresses = (x_TK.data_ptr(), out_TN.data_ptr(), scratch, bias)
+        team.team().run(prepared.kernel, (x_TK.shape[0], *addresses, *prepared.data.addresses))
+
+
+@cache
+def linear_kernel(layout: rows.Rows, bias: bool, target: Target) -> Kernel:
+    """Arguments: T, the addresses of x, out, scratch `[threads, T, K]` and bias, then those of the rows."""
+    e = Emitter("linear", target)
+    thread, threads = team.member(e)
+    tokens, x, out, scratch, bias_N = (e.argument(team.RESERVED + slot) for slot in range(5))
+    operands = rows.Operands.of(e, team.RESERVED + 5)
+    stride = 4 * layout.columns
+
+    if layout.packed:
+        mine = scratch + thread * tokens * stride
+        with e.loop(0, tokens) as token:
+            rows.reorder(e, x + token * stride, mine + token * stride, layout.columns)
+        x = mine
+
+    with e.loop(thread * layout.rows // threads, (thread + 1) * layout.rows // threads) as n:
+        row = layout.row(operands, n)
+        total = layout.total(operands, n)
+
+        def multiply(token: Value, width: int) -> None:
+            dots = layout.dots(row, [x + (token + i) * stride for i in range(width)])
+            for i, dot in enumerate(dots):
+                y = dot if total is None else dot * total
+                y = y + e.load(F32, bias_N + n * 4) if bias else y
+                e.store(y, out + ((token + i) * layout.rows + n) * 4)
+
+        e.strips(e.constant(I64, 0), tokens, _WIDTHS, multiply)
+    return e.compile()

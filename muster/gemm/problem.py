@@ -1,0 +1,27 @@
+"""What a dense linear must compute: shape, stored format, activation dtype. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from muster.formats.spec import Format
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """`y_TN = x_TK @ w_NK.T (+ bias_N)`.
+
+    Attributes:
+        rows: N, output features.
+        columns: K, input features.
+        weights: stored format of the matrix.
+        dtype: activations in and out: "bf16", "f16" or "f32".
+        bias: a bias is added.
+    """
+
+    rows: int
+    columns: int
+    weights: Format
+    dtype: Literal["bf16", "f16", "f32"] = "f32"
+    bias: bool = False

@@ -1,0 +1,1 @@
+"""One file per command that builds, proves or measures."""

@@ -1,0 +1,114 @@
+"""A decoder-only model: embed, layers, norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muster.attention.interface import AttentionBatch, KVPages
+from muster.checkpoint.spec import GroupedAttention, ModelSpec, RopeSpec
+from muster.device import Device
+from muster.model.attention import Step
+from muster.model.layers import Embedding, Projection, RMSNorm, Rope
+from muster.moe.plan import Plan
+
+
+class Attention(Protocol):
+    """An attention block with its norms and projections."""
+
+    def __call__(self, x_TD: Tensor, pages: KVPages, step: Step) -> Tensor:
+        """`[T, D]` to `[T, D]`, newly allocated; writes this step's keys and values into `pages`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """Pre-norm attention, pre-norm feed-forward, each added to the residual stream."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    feed_forward_norm: RMSNorm
+    feed_forward: Projection
+
+    def __call__(self, x_TD: Tensor, pages: KVPages, step: Step) -> None:
+        """Adds the layer to `x_TD`."""
+        x_TD += self.attention(self.attention_norm(x_TD), pages, step)
+        x_TD += self.feed_forward(self.feed_forward_norm(x_TD))
+
+
+class Decoder:
+    """A model ready to run.
+
+    Attributes:
+        spec: what it is.
+        device: where it is.
+        plans: the expert layers' plans, one for each distinct problem.
+        weight_bytes: bytes of all weights it keeps, in the layouts that its backends read.
+        token_bytes: bytes of weights that one token reads: all but the experts and embeddings of others, as stored.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        embed: Embedding,
+        ropes: Mapping[RopeSpec, Rope],
+        layers: Sequence[DecoderLayer],
+        norm: RMSNorm,
+        head: Projection,
+        plans: tuple[Plan, ...],
+        weight_bytes: int,
+        token_bytes: int,
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.plans = plans
+        self.weight_bytes = weight_bytes
+        self.token_bytes = token_bytes
+        self._embed = embed
+        self._ropes = ropes
+        self._layers = tuple(layers)
+        self._norm = norm
+        self._head = head
+
+    @property
+    def plan(self) -> Plan:
+        """The expert layers' plan; the first, where layers stored differently have several."""
+        return self.plans[0] if self.plans else Plan((), ())
+
+    def new_cache(self, pages: int, page_size: int) -> tuple[KVPages, ...]:
+        """An empty key-value cache of every layer, float32 on a CPU, else bf16."""
+
+        def empty(attention: GroupedAttention) -> Tensor:
+            shape = (pages, page_size, attention.kv_heads, attention.head_dim)
+            if self.device.key == "cpu":
+                # numpy leaves it to the system to give a zero page when it is first used; torch.zeros touches all.
+                return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+            return torch.zeros(shape, dtype=torch.bfloat16, device=self.device.torch_device)
+
+        attentions = [layer.attention for layer in self.spec.layers]
+        return tuple(KVPages(empty(a), empty(a)) for a in attentions if isinstance(a, GroupedAttention))
+
+    @torch.inference_mode()
+    def forward(self, tokens_T: Tensor, batch: AttentionBatch, cache: Sequence[KVPages], rows_R: Tensor) -> Tensor:
+        """One step of any mix of prefill, chunks and decodes.
+
+        Args:
+            tokens_T: int64 token ids, each in [0, V), sequence after sequence.
+            batch: their positions and pages; not changed while the step runs.
+            cache: from `new_cache`; this step's keys and values are written into it.
+            rows_R: int64, which of the T tokens need logits.
+
+        Returns:
+            Logits, float32 `[R, V]`.
+        """
+        x_TD = self._embed(tokens_T)
+        step = Step(batch, {spec: rope.at(batch.positions_T) for spec, rope in self._ropes.items()})
+        for layer, pages in zip(self._layers, cache, strict=True):
+            layer(x_TD, pages, step)
+        return self._head(self._norm(x_TD[rows_R]))

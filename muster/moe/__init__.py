@@ -1,0 +1,1 @@
+"""The expert layer: routing, dispatch, backends under one contract, plan."""

@@ -1,0 +1,1 @@
+"""Expert-layer backends, one file each."""

@@ -1,0 +1,1 @@
+"""Token dispatchers, one file each."""

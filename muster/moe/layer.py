@@ -1,0 +1,83 @@
+"""The Mixture-of-Experts layer of a model: router, the planned experts, and a shared expert where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from muster.device import Device
+from muster.moe.experts import Experts, bind
+from muster.moe.plan import Plan
+from muster.moe.problem import MoEProblem
+from muster.moe.routing import check_rule, route
+from muster.moe.weights import ExpertWeights, Gate
+from muster.workspace import Workspace
+
+__all__ = ["Gate", "MoELayer"]
+
+
+class MoELayer:
+    """Tokens in, tokens out.
+
+    Args:
+        problem: what to compute.
+        gate: the router's weights; kept in float32, and so are the logits.
+        experts: the stored weights; each planned backend prepares its own layout of them once, here.
+        plan: which backend runs for which token count.
+        device: where.
+        shared: computed on every token and added, or None.
+        workspace: scratch memory; give the layers of a model the same one, as they run one after the other.
+
+    Attributes:
+        nbytes: bytes of the gate, of the stored experts, and of what the layouts keep beyond them; `shared` excluded.
+
+    Raises:
+        UsageError: the routing rule does not fit the gate, or the plan names a backend that is not registered.
+    """
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        gate: Gate,
+        experts: ExpertWeights,
+        plan: Plan,
+        device: Device,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        workspace: Workspace | None = None,
+    ) -> None:
+        check_rule(problem.routing, problem.experts, gate.selection_bias_E)
+        target = device.torch_device
+        self._rule = problem.routing
+        self._gate_ED = gate.weight_ED.to(target, torch.float32)
+        self._gate_bias_E = None if gate.bias_E is None else gate.bias_E.to(target, torch.float32)
+        self._selection_bias_E = None if gate.selection_bias_E is None else gate.selection_bias_E.to(target)
+        self._shared = shared
+        self._workspace = workspace or Workspace(target)
+        bound = {name: bind(name, problem, experts, plan.dispatcher) for name in dict.fromkeys(plan.backends)}
+        self._steps = tuple((entry.max_tokens, bound[entry.backend]) for entry in plan.entries)
+        self._used: dict[str, None] = {}
+        gate_bytes = sum(t.nbytes for t in (self._gate_ED, self._gate_bias_E, self._selection_bias_E) if t is not None)
+        self.nbytes = gate_bytes + experts.nbytes + sum(step.prepared.nbytes for step in bound.values())
+
+    @property
+    def backends_used(self) -> tuple[str, ...]:
+        """Names of the backends that have run, in the order of their first run."""
+        return tuple(self._used)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """`[T, D]` to `[T, D]`, in the problem's dtype."""
+        out_TD = torch.empty_like(x_TD)
+        tokens = len(x_TD)
+        if not tokens:
+            return out_TD
+        logits_TE = functional.linear(x_TD.float(), self._gate_ED, self._gate_bias_E)
+        experts = self._experts_for(tokens)
+        experts.run(x_TD, route(logits_TE, self._rule, self._selection_bias_E), out_TD, self._workspace)
+        self._used[experts.name] = None
+        return out_TD if self._shared is None else out_TD.add_(self._shared(x_TD))
+
+    def _experts_for(self, tokens: int) -> Experts:
+        return next(step for bound, step in self._steps if bound is None or tokens <= bound)

@@ -1,0 +1,78 @@
+"""A package of someone else's brings a backend through the entry-point group and passes the conformance suite."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent / "outside_package"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A directory as pip would leave it: the module, and metadata made from its pyproject.toml."""
+    path = tmp_path_factory.mktemp("site")
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    shutil.copy(PACKAGE / "muster_toy.py", path)
+    info = path / f"muster_toy-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def python(site, *arguments):
+    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_outside_backend_passes_the_conformance_suite(site):
+    suite = str(Path(__file__).with_name("test_conformance.py").relative_to(ROOT))
+    done = python(site, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-k", "toy and not torch and not cpu", suite)
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed = int(done.stdout.split(" passed")[0].split()[-1])
+    assert passed > 100
+    assert "takes no biases" in done.stdout
+
+
+def test_outside_backend_is_listed_planned_and_run(site):
+    program = """
+import torch
+from muster import device
+from muster.moe.plan import resolve
+from muster.moe.registry import backends
+from tests.moe.cases import CASES, build
+from muster.moe.layer import Gate, MoELayer
+
+assert "toy" in backends().names()
+assert "muster_toy" not in __import__("sys").modules, "imported before it was asked for"
+case = CASES["format nvfp4"]
+plan = resolve(case.problem, device.cpu(), "toy")
+inputs = build(case, case.tokens)
+layer = MoELayer(case.problem, Gate(torch.zeros(8, 128)), inputs.weights, plan, device.cpu())
+layer(inputs.x_TD)
+assert layer.backends_used == ("toy",)
+print(plan.describe())
+print(resolve(case.problem, device.cpu()).describe())
+"""
+    done = python(site, "-c", program)
+    assert done.returncode == 0, done.stderr
+    asked, automatic = done.stdout.splitlines()
+    assert asked.startswith("experts: toy for any token count (asked for)")
+    assert "toy (" in automatic.split("lost:")[1]
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "muster_toy.py"])
+def test_page_for_newcomers_shows_the_package_as_tested(name):
+    page = (ROOT / "docs" / "adding-a-backend.md").read_text()
+    assert (PACKAGE / name).read_text().strip() in page

@@ -1,0 +1,138 @@
+"""Plans: who runs for how many tokens, why, and why not."""
+
+from dataclasses import replace
+
+import pytest
+
+from muster import device
+from muster.contract import Registry
+from muster.errors import UsageError
+from muster.formats.spec import NVFP4
+from muster.moe import plan as plan_module
+from muster.moe.backend import Facts, FusedFunc, RowLayout, RunnerCore
+from muster.moe.plan import resolve
+from muster.moe.problem import Activation
+
+from .cases import problem
+
+FACTS = Facts(frozenset({"cpu"}), frozenset({"bf16"}), frozenset({"f32"}), frozenset({"silu"}))
+
+
+class Core(RunnerCore):
+    facts = FACTS
+    layouts = frozenset({RowLayout.SORTED})
+
+    def prepare(self, problem, weights): ...
+
+    def run(self, prepared, rows, out_RD, workspace): ...
+
+
+class Func(FusedFunc):
+    facts = FACTS
+
+    def prepare(self, problem, weights): ...
+
+    def run(self, prepared, x_TD, routed, out_TD, workspace): ...
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Fills a registry of its own, in place of the program's."""
+    registry = Registry("expert-layer", {})
+    monkeypatch.setattr(plan_module, "backends", lambda: registry)
+
+    def add(name, base, **facts):
+        registry.register(name, lambda _: None)(type(name, (base,), {"facts": replace(FACTS, **facts)}))
+
+    return add
+
+
+def choices(plan):
+    return [(entry.max_tokens, entry.backend) for entry in plan.entries]
+
+
+def test_few_token_functions_come_first_and_a_core_takes_the_rest(register):
+    register("any", Core)
+    register("sixteen", Func, max_tokens=16)
+    register("four", Func, max_tokens=4)
+    register("also four", Func, max_tokens=4)
+    register("other", Core)
+    register("fused", Func)
+    plan = resolve(problem(), device.cpu())
+    assert choices(plan) == [(4, "four"), (16, "sixteen"), (None, "any")]
+    assert [plan.backend_for(tokens) for tokens in (0, 1, 4, 5, 16, 17, 9999)] == [
+        *["four"] * 3,
+        *["sixteen"] * 2,
+        *["any"] * 2,
+    ]
+    assert {loser.backend for loser in plan.losers} == {"also four", "other", "fused"}
+
+
+def test_core_comes_before_a_fused_function_of_equal_reach(register):
+    register("fused", Func)
+    register("core", Core)
+    assert choices(resolve(problem(), device.cpu())) == [(None, "core")]
+
+
+def test_description_is_one_line_with_winners_losers_and_reasons(register):
+    register("core", Core)
+    register("few", Func, max_tokens=8)
+    register("gpu", Core, devices=frozenset({"9.0"}), weights=frozenset({"nvfp4"}))
+    line = resolve(problem(), device.cpu()).describe()
+    assert "\n" not in line
+    assert line.startswith("experts: few for up to 8 tokens (meant for few tokens), core above (")
+    assert "gpu (runs on 9.0, this is cpu; reads nvfp4 weights, these are bf16)" in line
+
+
+def test_requested_few_token_function_is_completed_by_a_core_and_says_so(register):
+    register("fused", Func)
+    register("core", Core)
+    register("few", Func, max_tokens=8)
+    register("fewer", Func, max_tokens=2)
+    plan = resolve(problem(), device.cpu(), "few")
+    assert choices(plan) == [(8, "few"), (None, "core")]
+    assert "few for up to 8 tokens (asked for), core above (completes few" in plan.describe()
+
+
+@pytest.mark.parametrize("name", ["core", "fused"])
+def test_requested_backend_of_any_reach_runs_alone(register, name):
+    register("other", Core)
+    register("core", Core)
+    register("fused", Func)
+    register("few", Func, max_tokens=8)
+    plan = resolve(problem(), device.cpu(), name)
+    assert choices(plan) == [(None, name)]
+    assert all(f"{name} was asked for" in loser.reasons for loser in plan.losers)
+
+
+def test_requested_backend_that_cannot_run_is_an_error_with_all_reasons(register):
+    register("core", Core)
+    register("gpu", Core, devices=frozenset({"9.0"}), activations=frozenset({"gelu"}), hidden_multiple=7)
+    with pytest.raises(UsageError) as caught:
+        resolve(problem(weights=NVFP4, activation=Activation("relu2"), bias=True), device.cpu(), "gpu")
+    for words in ("'gpu' cannot run", "runs on 9.0", "nvfp4", "relu2", "biases", "hidden % 7"):
+        assert words in str(caught.value)
+
+
+def test_nothing_for_large_counts_is_an_error(register):
+    register("few", Func, max_tokens=8)
+    register("gpu", Core, devices=frozenset({"9.0"}))
+    for requested in (None, "few"):
+        with pytest.raises(UsageError, match=r"runs on 9\.0"):
+            resolve(problem(), device.cpu(), requested)
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(UsageError, match=r"'tritno'.*torch"):
+        resolve(problem(), device.cpu(), "tritno")
+
+
+def test_broken_package_of_someone_else_loses_and_stops_nothing(monkeypatch):
+    class Broken(Registry):
+        def get(self, name):
+            raise UsageError(f"expert-layer backend {name!r}", found="ImportError:\nno such library")
+
+    broken = Broken("expert-layer", {"bad": "nowhere"})
+    monkeypatch.setattr(plan_module, "backends", lambda: broken)
+    with pytest.raises(UsageError, match="ImportError: no such library"):
+        resolve(problem(), device.cpu())
