@@ -9,26 +9,24 @@ import muster
 
 ROOT = Path(muster.__file__).parent
 
+BASE = {"errors", "env"}
+COMPUTE = {*BASE, "contract", "device", "formats", "native", "parallel", "workspace"}
 RULES = {
     "errors": set(),
     "env": {"errors"},
-    "contract": {"errors", "env"},
-    "device": {"errors", "env"},
     "workspace": set(),
-    "formats": {"errors", "env"},
-    "native": {"formats", "errors", "env"},
-    "checkpoint": {"formats", "errors", "env"},
-    "parallel": {"device", "errors", "env"},
-    "gemm": {"contract", "workspace", "native", "formats", "device", "parallel", "errors", "env"},
-    "attention": {"contract", "workspace", "native", "formats", "device", "parallel", "errors", "env"},
-    "moe": {"contract", "workspace", "native", "formats", "device", "parallel", "errors", "env"},
-    "model": {
-        "moe", "gemm", "attention", "native", "formats", "parallel", "checkpoint", "contract", "workspace", "device", "errors", "env"
-    },
-    "engine": {
-        "model", "attention", "moe", "gemm", "checkpoint", "native", "formats", "parallel", "contract", "workspace", "device", "errors", "env"
-    },
-}  # fmt: skip
+    "contract": BASE,
+    "device": BASE,
+    "formats": BASE,
+    "native": {*BASE, "formats"},
+    "parallel": {*BASE, "device"},
+    "checkpoint": {*BASE, "formats"},
+    "gemm": COMPUTE,
+    "attention": COMPUTE,
+    "moe": COMPUTE,
+    "model": {*COMPUTE, "attention", "checkpoint", "gemm", "moe"},
+    "engine": {*COMPUTE, "attention", "checkpoint", "gemm", "model", "moe"},
+}
 RULES["server"] = {"engine", *RULES["engine"]}
 RULES["lab"] = {"llm", "model", "engine", *RULES["engine"]}
 RULES["llm"] = {"engine", *RULES["engine"]}

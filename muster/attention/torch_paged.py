@@ -1,4 +1,8 @@
-"""Paged grouped-query attention in plain torch: one sequence at a time, so that no sequence sees its neighbours."""
+"""Paged grouped-query attention in plain torch: one sequence at a time, so that no sequence sees its neighbours.
+
+Legend as in `interface`, and: Q queries of one sequence, L keys it reads, G query heads per key-value head, R rows of
+the cache, one per slot (R = P * S).
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,13 @@ class _Reach:
 
     Attributes:
         queries: its tokens in T.
-        rows: its keys, in page rows if `pages` is None (they lie one after the other), else in the gathered rows.
-        pages: the pages to gather, int64; None when they are consecutive.
-        visible: bool `[queries, keys]`; None when every key is visible or plain causality says which are.
+        rows: its keys in R, oldest first: a slice when its pages are consecutive, else int64 indices.
+        visible_QL: bool; None when every key is visible or plain causality says which are.
     """
 
     queries: slice
-    rows: slice
-    pages: Tensor | None
-    visible: Tensor | None
+    rows: slice | Tensor
+    visible_QL: Tensor | None
 
 
 class TorchPagedAttention:
@@ -37,6 +39,7 @@ class TorchPagedAttention:
 
     def __init__(self, problem: AttentionProblem) -> None:
         self._problem = problem
+        self._scale = torch.tensor(problem.scale)
         self._batch: AttentionBatch | None = None
         self._reaches: tuple[_Reach, ...] = ()
 
@@ -47,26 +50,28 @@ class TorchPagedAttention:
 
         What a step reads is worked out once and kept while the same `batch` comes again, once per layer.
         """
-        pages.key_PSMH.flatten(0, 1).index_copy_(0, batch.slots_T, key_TMH)
-        pages.value_PSMH.flatten(0, 1).index_copy_(0, batch.slots_T, value_TMH)
+        key_RMH, value_RMH = pages.key_PSMH.flatten(0, 1), pages.value_PSMH.flatten(0, 1)
+        key_RMH.index_copy_(0, batch.slots_T, key_TMH)
+        value_RMH.index_copy_(0, batch.slots_T, value_TMH)
         if batch is not self._batch:
             self._reaches = _reaches(batch, pages.key_PSMH.shape[1], self._problem.window)
             self._batch = batch
-        out_TNH = torch.empty_like(query_TNH, memory_format=torch.contiguous_format)
+        out_TNH = torch.empty(query_TNH.shape, dtype=query_TNH.dtype, device=query_TNH.device)
         for reach in self._reaches:
-            key_LMH, value_LMH = _rows(pages.key_PSMH, reach), _rows(pages.value_PSMH, reach)
+            key_LMH, value_LMH = _rows(key_RMH, reach.rows), _rows(value_RMH, reach.rows)
             query_QNH, out_QNH = query_TNH[reach.queries], out_TNH[reach.queries]
-            if query_QNH.shape[0] == 1:
+            if len(query_QNH) == 1:
                 self._attend_one(query_QNH, key_LMH, value_LMH, out_QNH)
             else:
-                self._attend_many(query_QNH, key_LMH, value_LMH, reach.visible, out_QNH)
+                self._attend_many(query_QNH, key_LMH, value_LMH, reach.visible_QL, out_QNH)
         return out_TNH
 
     def _attend_one(self, query_1NH: Tensor, key_LMH: Tensor, value_LMH: Tensor, out_1NH: Tensor) -> None:
         """A single query sees every key: the query heads of a group are the rows of one product."""
         grouped = (self._problem.kv_heads, -1, self._problem.head_dim)
-        scores_MGL = torch.bmm((query_1NH * self._problem.scale).view(grouped), key_LMH.permute(1, 2, 0))
-        torch.bmm(torch.softmax(scores_MGL, -1), value_LMH.transpose(0, 1), out=out_1NH.view(grouped))
+        query_MGH = query_1NH.mul(self._scale).view(grouped)
+        weights_MGL = torch.bmm(query_MGH, key_LMH.permute(1, 2, 0)).softmax(-1)
+        torch.bmm(weights_MGL, value_LMH.transpose(0, 1), out=out_1NH.view(grouped))
 
     def _attend_many(
         self, query_QNH: Tensor, key_LMH: Tensor, value_LMH: Tensor, visible_QL: Tensor | None, out_QNH: Tensor
@@ -83,11 +88,9 @@ class TorchPagedAttention:
         out_QNH.copy_(out_NQH.transpose(0, 1))
 
 
-def _rows(cache_PSMH: Tensor, reach: _Reach) -> Tensor:
-    """The keys or values that `reach` names, `[L, M, H]`; a view when its pages are consecutive."""
-    if reach.pages is not None:
-        cache_PSMH = cache_PSMH.index_select(0, reach.pages)
-    return cache_PSMH.flatten(0, 1)[reach.rows]
+def _rows(cache_RMH: Tensor, rows: slice | Tensor) -> Tensor:
+    """Keys or values `[L, M, H]`: a view where the rows follow each other, else gathered."""
+    return cache_RMH[rows] if isinstance(rows, slice) else cache_RMH.index_select(0, rows)
 
 
 def _reaches(batch: AttentionBatch, page_size: int, window: int | None) -> tuple[_Reach, ...]:
@@ -99,27 +102,27 @@ def _reaches(batch: AttentionBatch, page_size: int, window: int | None) -> tuple
             continue
         first_query = length - count
         first_key = 0 if window is None else max(0, first_query - window + 1)
-        first_page, end_page = first_key // page_size, -(-length // page_size)
-        pages = batch.pages_BP[row, first_page:end_page].long()
-        start, shift = int(pages[0]), first_page * page_size
-        consecutive = bool((pages == torch.arange(start, start + len(pages), device=pages.device)).all())
-        offset = (start * page_size if consecutive else 0) - shift
-        reaches.append(
-            _Reach(
-                queries,
-                slice(first_key + offset, length + offset),
-                None if consecutive else pages,
-                _visible(first_query, count, first_key, length, window, batch.slots_T.device),
-            )
-        )
+        rows = _rows_of(batch.pages_BP[row], page_size, first_key, length)
+        visible_QL = _visible(first_query, first_key, length, window, batch.slots_T.device)
+        reaches.append(_Reach(queries, rows, visible_QL))
     return tuple(reaches)
 
 
-def _visible(
-    first_query: int, count: int, first_key: int, length: int, window: int | None, device: torch.device
-) -> Tensor | None:
+def _rows_of(pages_P: Tensor, page_size: int, first_key: int, length: int) -> slice | Tensor:
+    """Where the keys of positions `[first_key, length)` lie."""
+    first_page, end_page = first_key // page_size, -(-length // page_size)
+    pages = pages_P[first_page:end_page].long()
+    skipped, count = first_key - first_page * page_size, length - first_key
+    if bool((pages.diff() == 1).all()):
+        start = int(pages[0]) * page_size + skipped
+        return slice(start, start + count)
+    offsets = torch.arange(page_size, device=pages.device)
+    return (pages.unsqueeze(1) * page_size + offsets).flatten()[skipped : skipped + count]
+
+
+def _visible(first_query: int, first_key: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
     """Which keys each query sees; None for one query, and for a whole sequence that its window does not cut."""
-    if count == 1 or (first_query == 0 and (window is None or length <= window)):
+    if first_query == length - 1 or (first_query == 0 and (window is None or length <= window)):
         return None
     query_Q1 = torch.arange(first_query, length, device=device).unsqueeze(1)
     key_L = torch.arange(first_key, length, device=device)

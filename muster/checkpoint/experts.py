@@ -23,6 +23,7 @@ from muster.checkpoint.spec import MoESpec
 from muster.errors import CheckpointError, MusterError
 from muster.formats.dialects import Dialect, Part
 from muster.formats.matrix import QuantMatrix, concat_rows
+from muster.formats.spec import WHOLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +79,15 @@ def read_experts(reader: Reader, root: str, paths: ExpertNames, moe: MoESpec, hi
     if reader.survey.modules.keys() & {gate_up_name, down_name}:
         gate_up = _read_stacked(reader, gate_up_name, (moe.experts, rows, hidden), len(inputs), paths.transposed)
         down = _read_stacked(reader, down_name, (moe.experts, hidden, moe.inner), 1, paths.transposed)
+        gate_up = _matrix_gate_first(reader, gate_up, gate_up_name) if paths.interleaved else gate_up
     else:
         gate_up = _stack(reader, [f"{experts}.*.{name}" for name in inputs], (moe.experts, moe.inner, hidden))
         down = _stack(reader, [f"{experts}.*.{paths.down}"], (moe.experts, hidden, moe.inner))
-
-    gate_up_bias = reader.tensor(f"{gate_up_name}_bias", (moe.experts, rows)) if moe.bias else None
-    down_bias = reader.tensor(f"{down_name}_bias", (moe.experts, hidden)) if moe.bias else None
-    if paths.interleaved:
-        tensors = {name: _gate_rows_first(tensor, -2) for name, tensor in gate_up.tensors.items()}
-        gate_up = gate_up.with_tensors(tensors, gate_up.shape)
-        gate_up_bias = None if gate_up_bias is None else _gate_rows_first(gate_up_bias, -1)
-    return ExpertTensors(gate_up, down, gate_up_bias, down_bias)
+    if not moe.bias:
+        return ExpertTensors(gate_up, down)
+    gate_up_bias = reader.tensor(f"{gate_up_name}_bias", (moe.experts, rows))
+    down_bias = reader.tensor(f"{down_name}_bias", (moe.experts, hidden))
+    return ExpertTensors(gate_up, down, _gate_first(gate_up_bias) if paths.interleaved else gate_up_bias, down_bias)
 
 
 def _read_stacked(
@@ -126,7 +125,10 @@ def _per_piece(reader: Reader, stored: Stored, part: str, count: int, pieces: in
 
 def _rows_of_piece(tensor: Tensor, piece: int, pieces: int) -> Tensor:
     """The rows of one piece of a stacked part; a part with one value per expert belongs to all pieces."""
-    return tensor.chunk(pieces, dim=1)[piece] if tensor.ndim > 2 else tensor
+    if tensor.ndim < 3:
+        return tensor
+    height = tensor.shape[1] // pieces
+    return tensor[:, piece * height : (piece + 1) * height]
 
 
 def _stack(reader: Reader, patterns: Sequence[str], shape: tuple[int, int, int]) -> QuantMatrix:
@@ -154,6 +156,8 @@ def _fuse(reader: Reader, pieces: Sequence[QuantMatrix], codes: Tensor | None = 
     """Row pieces as one matrix; `codes` `[E, pieces, ...]` may be the memory that all their codes are views of."""
     count, rows, columns = pieces[0].shape
     whole = (count, len(pieces) * rows, columns)
+    if not reader.books.clean:
+        return QuantMatrix.plain(stand_in(whole))
     in_place = codes is not None and all(
         piece.codes.data_ptr() == codes[:, number].data_ptr() for number, piece in enumerate(pieces)
     )
@@ -222,7 +226,16 @@ def _common_entry(reader: Reader, part: Part, stored: Sequence[Stored]) -> Tenso
     return entries[0] if agreeing == len(entries) and not lacking else None
 
 
-def _gate_rows_first(tensor: Tensor, axis: int) -> Tensor:
-    """Rows that alternate gate, up, gate, up along `axis` as all gate rows, then all up rows."""
-    pairs = tensor.reshape(*tensor.shape[:axis], -1, 2, *tensor.shape[tensor.ndim + axis + 1 :])
-    return torch.cat(pairs.unbind(axis), dim=axis)
+def _matrix_gate_first(reader: Reader, matrix: QuantMatrix, name: str) -> QuantMatrix:
+    """A stack whose rows alternate gate, up, gate, up with all gate rows first."""
+    if matrix.format.block is not None and matrix.format.block[0] not in (WHOLE, 1):
+        found = f"alternating gate and up rows in {matrix.format.name}"
+        reader.books.note(CheckpointError(name, found=found, expected="a format whose rows have scales of their own"))
+        return QuantMatrix.plain(stand_in(matrix.shape))
+    by_row = {part: tensor for part, tensor in matrix.tensors.items() if tensor.shape[1:2] == matrix.shape[1:2]}
+    return matrix.with_tensors({part: _gate_first(tensor) for part, tensor in by_row.items()}, matrix.shape)
+
+
+def _gate_first(tensor: Tensor) -> Tensor:
+    """`[E, rows, ...]` with the even rows first, then the odd ones."""
+    return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)

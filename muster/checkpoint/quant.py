@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -153,14 +153,15 @@ def _diagnose(parts: Mapping[str, TensorEntry]) -> _Fault:
     """Why no dialect has these tensors: two dialects at once, a part missing, or a dtype that none has."""
     listed = ", ".join(f"{part} {entry.dtype}" for part, entry in parts.items())
     whole = [dialect for dialect in Dialect if _fits(dialect, parts)]
-    foreign = [part for part in parts if whole and all(part not in _part_names(dialect) for dialect in whole)]
-    if foreign:
+    if whole and not any(parts.keys() <= _part_names(dialect) for dialect in whole):
         return _Fault(f"tensors of two dialects: {listed}", f"those of {whole[0].value} alone")
-    likely = max(Dialect, key=lambda dialect: _likeness(dialect, parts))
-    missing = [part.name for part in likely.parts if part.required and part.name not in parts]
-    if missing and _likeness(likely, parts) > 0:
-        return _Fault(f"{listed} without {', '.join(missing)}", f"all tensors of {likely.value}")
-    return _Fault(listed, _accepted(likely))
+    best = max(_likeness(dialect, parts) for dialect in Dialect)
+    likely = [dialect for dialect in Dialect if _likeness(dialect, parts) == best]
+    missing = [", ".join(_missing(dialect, parts)) for dialect in likely]
+    if best > 0 and all(missing):
+        expected = " or ".join(dialect.value for dialect in likely)
+        return _Fault(f"{listed} without {' or '.join(dict.fromkeys(missing))}", f"all tensors of {expected}")
+    return _Fault(listed, _accepted(likely[0]))
 
 
 def _fits(dialect: Dialect, parts: Mapping[str, TensorEntry]) -> bool:
@@ -176,8 +177,12 @@ def _likeness(dialect: Dialect, parts: Mapping[str, TensorEntry]) -> int:
     return agreeing + (2 if codes in parts and parts[codes].dtype in dtypes[codes] else 0)
 
 
-def _part_names(dialect: Dialect) -> Sequence[str]:
-    return [part.name for part in dialect.parts]
+def _part_names(dialect: Dialect) -> set[str]:
+    return {part.name for part in dialect.parts}
+
+
+def _missing(dialect: Dialect, parts: Mapping[str, TensorEntry]) -> list[str]:
+    return [part.name for part in dialect.parts if part.required and part.name not in parts]
 
 
 def _accepted(dialect: Dialect) -> str:

@@ -15,6 +15,8 @@ from muster.errors import CheckpointError, MusterError
 from muster.formats import dialects
 from muster.formats.matrix import QuantMatrix
 
+_FLOATS = ("BF16", "F16", "F32")
+
 
 def stand_in(shape: tuple[int, ...]) -> Tensor:
     """NaN in the place of a tensor that could not be read; it takes no memory."""
@@ -30,7 +32,7 @@ class Reader:
         self.books = books
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor in its stored dtype, mapped from the file."""
+        """An unquantised tensor in its stored dtype, mapped from the file."""
         entry = self.index.tensors.get(name)
         if entry is None:
             self.books.absent(name, f"shape {list(shape)}")
@@ -38,6 +40,9 @@ class Reader:
         self.books.consume([name])
         if entry.shape != shape:
             self.books.note(CheckpointError(name, found=f"shape {list(entry.shape)}", expected=f"shape {list(shape)}"))
+            return stand_in(shape)
+        if entry.dtype not in _FLOATS:
+            self.books.note(CheckpointError(name, found=f"dtype {entry.dtype}", expected=" or ".join(_FLOATS)))
             return stand_in(shape)
         return self.index.read(name)
 

@@ -150,7 +150,7 @@ class CheckpointWriter:
         present = sorted(path.name for path in self.directory.iterdir())
         if state.exists():
             found = state.read_bytes()
-            if found not in (b"", self._state):
+            if found not in (b"", self._state) and present != [STATE_NAME]:
                 raise UsageError(
                     str(self.directory),
                     found=f"a checkpoint made from or in another way: {_difference(found, self._state)}",

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,8 +63,10 @@ def penalise(logits_V: Tensor, tokens: Sequence[int], prompt_length: int, params
     seen = torch.tensor(tokens, dtype=torch.int64, device=logits_V.device)
     value = logits_V[seen]
     logits_V[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
-    counts_V = seen[prompt_length:].bincount(minlength=len(logits_V))
-    logits_V -= params.presence_penalty * (counts_V > 0) + params.frequency_penalty * counts_V
+    answer, counts = np.unique(tokens[prompt_length:], return_counts=True)
+    if len(answer):
+        lowered = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(logits_V)
+        logits_V[torch.from_numpy(answer).to(logits_V.device)] -= lowered
     return logits_V
 
 
@@ -79,10 +82,8 @@ def best(logits_V: Tensor, count: int) -> Tensor:
 
 def draw(logits_V: Tensor, params: SamplingParams, number: float) -> int:
     """The token that `number` in [0, 1) picks from what temperature (above 0), top-k, top-p and min-p leave."""
-    logits_V = logits_V.double()
-    scaled_V = (logits_V - logits_V.max()) / params.temperature
-    ids = _kept_ids(scaled_V, params)
-    weights = torch.exp(scaled_V if ids is None else scaled_V[ids])
+    ids = _kept_ids(logits_V, params)
+    weights = _weights(logits_V if ids is None else logits_V[ids], logits_V.max(), params.temperature)
     if params.min_p > 0:
         weights = torch.where(weights >= params.min_p, weights, 0.0)
     sums = weights.cumsum(0)
@@ -103,18 +104,25 @@ def _sample_row(request: Request, logits_V: Tensor, greedy: int) -> Sampled:
     return Sampled(token_id, _logprob(logits_V, token_id, params.logprobs))
 
 
-def _kept_ids(scaled_V: Tensor, params: SamplingParams) -> Tensor | None:
+def _weights(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:
+    """Probabilities times a common factor, float64; 1 for the largest logit."""
+    return logits.double().sub_(largest.double()).div_(temperature).exp_()
+
+
+def _kept_ids(logits_V: Tensor, params: SamplingParams) -> Tensor | None:
     """Ids that top-k and then top-p keep, best first; None for all of them in their own order."""
+    ids = best(logits_V, params.top_k) if params.top_k else None
     if params.top_p >= 1.0:
-        return best(scaled_V, params.top_k) if params.top_k else None
-    limit = min(params.top_k or len(scaled_V), len(scaled_V))
-    total = torch.logsumexp(scaled_V if limit == len(scaled_V) else scaled_V.topk(limit).values, 0)
+        return ids
+    largest = logits_V.max()
+    mass = params.top_p * _weights(logits_V if ids is None else logits_V[ids], largest, params.temperature).sum()
+    limit = len(logits_V) if ids is None else len(ids)
     count = min(limit, _NUCLEUS_GUESS)
     while True:
-        ids = best(scaled_V, count)
-        sums = torch.exp(scaled_V[ids] - total).cumsum(0)
-        if count == limit or sums[-1] >= params.top_p:
-            return ids[: int((sums < params.top_p).sum()) + 1]
+        head = best(logits_V, count) if ids is None else ids[:count]
+        sums = _weights(logits_V[head], largest, params.temperature).cumsum(0)
+        if count == limit or sums[-1] >= mass:
+            return head[: int((sums < mass).sum()) + 1]
         count = min(limit, count * 16)
 
 

@@ -25,6 +25,7 @@ class LinearFacts:
     Attributes:
         devices: "cpu" or exact compute capabilities as "9.0"; never a lower bound.
         weights: format families (`Format.family`) of the matrix.
+        act_order: reads int4 columns whose scale groups are in any order.
         dtypes: activation dtypes in and out.
         bias: takes a bias.
         deterministic: the same inputs give the same bits.
@@ -38,6 +39,7 @@ class LinearFacts:
     devices: frozenset[str]
     weights: frozenset[str]
     dtypes: frozenset[str]
+    act_order: bool = False
     bias: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
@@ -53,6 +55,7 @@ class LinearFacts:
             f"reads {', '.join(sorted(self.weights))} weights, these are {problem.weights.name}": (
                 problem.weights.family not in self.weights
             ),
+            "takes no act-order columns, the matrix has them": problem.act_order and not self.act_order,
             f"computes in {', '.join(sorted(self.dtypes))}, the model in {problem.dtype}": (
                 problem.dtype not in self.dtypes
             ),

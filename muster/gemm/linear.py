@@ -55,7 +55,8 @@ class Linear:
         """
         rows, columns = matrix.shape
         dtype: Literal["f32", "bf16"] = "f32" if device.key == "cpu" else "bf16"
-        problem = LinearProblem(rows, columns, matrix.format, dtype, bias=bias is not None)
+        act_order = matrix.order is not None
+        problem = LinearProblem(rows, columns, matrix.format, dtype, bias is not None, act_order)
         bias_N = None if bias is None else bias.float().contiguous()
         choices = tuple(
             _Choice(name, backend, backend.prepare(problem, matrix, bias_N), limit)

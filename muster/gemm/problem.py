@@ -18,6 +18,7 @@ class LinearProblem:
         weights: stored format of the matrix.
         dtype: activations in and out: "bf16", "f16" or "f32".
         bias: a bias is added.
+        act_order: int4 columns belong to scale groups in any order (GPTQ).
     """
 
     rows: int
@@ -25,3 +26,4 @@ class LinearProblem:
     weights: Format
     dtype: Literal["bf16", "f16", "f32"] = "f32"
     bias: bool = False
+    act_order: bool = False

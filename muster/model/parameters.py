@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from muster.attention.interface import AttentionProblem, PagedAttention
+from muster.attention import cpu_paged
 from muster.attention.torch_paged import TorchPagedAttention
 from muster.checkpoint.loader import Loader
 from muster.checkpoint.names import Names
@@ -111,9 +112,16 @@ class Parameters:
             self.projection(qkv, self.spec.hidden, bias=spec.qkv_bias),
             self.projection({f"{block}.o_proj": self.spec.hidden}, queries, bias=spec.output_bias),
             self._ropes.setdefault(spec.rope, Rope(spec.rope, self._device.torch_device)),
-            self._cores.setdefault(problem, TorchPagedAttention(problem)),
+            self._core(problem),
             qk_norm,
         )
+
+    def _core(self, problem: AttentionProblem) -> PagedAttention:
+        """The paged attention that layers of one problem share."""
+        if problem not in self._cores:
+            on_cpu = self._device.key == "cpu" and cpu_paged.reads(problem)
+            self._cores[problem] = cpu_paged.CpuPagedAttention(problem) if on_cpu else TorchPagedAttention(problem)
+        return self._cores[problem]
 
     def feed_forward(self, index: int) -> Projection:
         """The experts of a layer, or its dense feed-forward."""
@@ -136,7 +144,8 @@ class Parameters:
                 found=f"gate and up in {tensors.gate_up.format.name}, down in {tensors.down.format.name}",
                 expected="one format for all of a layer's experts",
             )
-        problem = moe_problem(spec, self.spec.hidden, tensors.gate_up.format, self._device)
+        act_order = any(matrix.order is not None for matrix in (tensors.gate_up, tensors.down))
+        problem = moe_problem(spec, self.spec.hidden, tensors.gate_up.format, self._device, act_order)
         if problem not in self._plans:
             self._plans[problem] = resolve(problem, self._device, self._moe_backend)
         experts = ExpertWeights(tensors.gate_up, tensors.down, tensors.gate_up_bias, tensors.down_bias)

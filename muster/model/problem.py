@@ -10,7 +10,7 @@ from muster.formats.spec import Format
 from muster.moe.problem import Activation, ActivationName, MoEProblem, RoutingRule
 
 
-def moe_problem(moe: MoESpec, hidden: int, weights: Format, device: Device) -> MoEProblem:
+def moe_problem(moe: MoESpec, hidden: int, weights: Format, device: Device, act_order: bool = False) -> MoEProblem:
     """What one expert layer with all its experts on `device` must compute."""
     return MoEProblem(
         hidden=hidden,
@@ -19,6 +19,7 @@ def moe_problem(moe: MoESpec, hidden: int, weights: Format, device: Device) -> M
         routing=routing_rule(moe.routing),
         local_experts=moe.experts,
         weights=weights,
+        act_order=act_order,
         dtype="f32" if device.key == "cpu" else "bf16",
         activation=Activation(cast("ActivationName", moe.activation), moe.limit, moe.alpha),
         bias=moe.bias,

@@ -2,7 +2,7 @@
 
 A runner core takes rows already grouped by expert and returns rows. A fused function takes tokens and their routing
 and returns tokens. Both write into an output the caller gives, which never aliases an input, and allocate nothing
-beyond their workspace once it is warm.
+beyond their workspace once it is warm. All tensors they are given are contiguous.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Facts:
     Attributes:
         devices: "cpu" or exact compute capabilities as "9.0"; never a lower bound.
         weights: format families (`Format.family`) of the expert matrices.
+        act_order: reads int4 columns whose scale groups are in any order.
         dtypes: activation dtypes in and out.
         activations: names from `Activation`.
         bias: takes biases.
@@ -91,6 +92,7 @@ class Facts:
     weights: frozenset[str]
     dtypes: frozenset[str]
     activations: frozenset[ActivationName]
+    act_order: bool = False
     bias: bool = False
     clamp: bool = False
     router_weight_on_input: bool = False
@@ -111,6 +113,7 @@ class Facts:
             f"reads {', '.join(sorted(self.weights))} weights, these are {problem.weights.name}": (
                 problem.weights.family not in self.weights
             ),
+            "takes no act-order columns, the experts have them": problem.act_order and not self.act_order,
             f"computes in {', '.join(sorted(self.dtypes))}, the model in {problem.dtype}": (
                 problem.dtype not in self.dtypes
             ),

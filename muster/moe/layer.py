@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from muster import native
 from muster.device import Device
+from muster.moe.backend import Routed
 from muster.moe.experts import Experts, bind
+from muster.moe.kernels import route as fast
 from muster.moe.plan import Plan
-from muster.moe.problem import MoEProblem
+from muster.moe.problem import MoEProblem, RoutingRule
 from muster.moe.routing import check_rule, route
 from muster.moe.weights import ExpertWeights, Gate
 from muster.workspace import Workspace
@@ -50,10 +53,10 @@ class MoELayer:
     ) -> None:
         check_rule(problem.routing, problem.experts, gate.selection_bias_E)
         target = device.torch_device
-        self._rule = problem.routing
         self._gate_ED = gate.weight_ED.to(target, torch.float32)
         self._gate_bias_E = None if gate.bias_E is None else gate.bias_E.to(target, torch.float32)
         self._selection_bias_E = None if gate.selection_bias_E is None else gate.selection_bias_E.to(target)
+        self._route = self._router(problem.routing, problem.experts, device)
         self._shared = shared
         self._workspace = workspace or Workspace(target)
         bound = {name: bind(name, problem, experts, plan.dispatcher) for name in dict.fromkeys(plan.backends)}
@@ -69,15 +72,22 @@ class MoELayer:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """`[T, D]` to `[T, D]`, in the problem's dtype."""
+        x_TD = x_TD.contiguous()
         out_TD = torch.empty_like(x_TD)
         tokens = len(x_TD)
         if not tokens:
             return out_TD
         logits_TE = functional.linear(x_TD.float(), self._gate_ED, self._gate_bias_E)
         experts = self._experts_for(tokens)
-        experts.run(x_TD, route(logits_TE, self._rule, self._selection_bias_E), out_TD, self._workspace)
+        experts.run(x_TD, self._route(logits_TE), out_TD, self._workspace)
         self._used[experts.name] = None
         return out_TD if self._shared is None else out_TD.add_(self._shared(x_TD))
+
+    def _router(self, rule: RoutingRule, experts: int, device: Device) -> Callable[[Tensor], Routed]:
+        """The kernel for the rules it knows, else the reference."""
+        if device.key == "cpu" and native.available() and fast.routes(rule, experts):
+            return lambda logits_TE: fast.route(logits_TE, rule)
+        return lambda logits_TE: route(logits_TE, rule, self._selection_bias_E)
 
     def _experts_for(self, tokens: int) -> Experts:
         return next(step for bound, step in self._steps if bound is None or tokens <= bound)

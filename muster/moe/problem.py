@@ -69,6 +69,7 @@ class MoEProblem:
         local_experts: L, experts whose weights lie on this rank.
         first_expert: global id of the first local expert; ids outside [first, first + L) belong to other ranks.
         weights: stored format of the expert matrices.
+        act_order: int4 columns belong to scale groups in any order (GPTQ), as `QuantMatrix.order` has it.
         dtype: activations in and out: "bf16", "f16" or "f32".
         activation: the function between the GEMMs.
         bias: gate_up and down carry biases.
@@ -82,6 +83,7 @@ class MoEProblem:
     local_experts: int
     first_expert: int = 0
     weights: Format = BF16
+    act_order: bool = False
     dtype: Literal["bf16", "f16", "f32"] = "bf16"
     activation: Activation = field(default_factory=Activation)
     bias: bool = False

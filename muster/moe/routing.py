@@ -70,7 +70,7 @@ def _choose_in_groups(scores_TE: Tensor, rule: RoutingRule) -> Tensor:
 
 def _best(scores: Tensor, count: int) -> Tensor:
     """Columns of the `count` largest scores; a stable sort, because topk promises nothing about ties."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def _weights(chosen_TK: Tensor, rule: RoutingRule) -> Tensor:

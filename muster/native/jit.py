@@ -107,6 +107,9 @@ class Value:
     def __floordiv__(self, other: Value | Number) -> Value:
         return self._binary(other, "udiv", None)
 
+    def __mod__(self, other: Value | Number) -> Value:
+        return self._binary(other, "urem", None)
+
     def __and__(self, other: Value | Number) -> Value:
         return self._binary(other, "and_", None)
 
@@ -235,7 +238,9 @@ class Emitter:
     def splat(self, value: Value, lanes: int) -> Value:
         """A scalar in every lane."""
         type = value.type.x(lanes)
-        single = self.builder.insert_element(self._ir.Constant(type.ir, self._ir.Undefined), value.ir, self._ir.Constant(I32.ir, 0))
+        single = self.builder.insert_element(
+            self._ir.Constant(type.ir, self._ir.Undefined), value.ir, self._ir.Constant(I32.ir, 0)
+        )
         return self.shuffle(Value(self, type, single), [0] * lanes)
 
     def shuffle(self, a: Value, lanes: Sequence[int], b: Value | None = None) -> Value:
@@ -306,9 +311,7 @@ class Emitter:
         self.builder.branch(head)
         self.builder.position_at_end(after)
 
-    def strips(
-        self, start: Value, stop: Value, widths: Sequence[int], body: Callable[[Value, int], None]
-    ) -> None:
+    def strips(self, start: Value, stop: Value, widths: Sequence[int], body: Callable[[Value, int], None]) -> None:
         """Covers `[start, stop)` by strips of the given widths, the widest first; the last width must be 1."""
         for width in widths:
             end = stop if width == 1 else start + (stop - start) // width * width
@@ -327,7 +330,6 @@ class Kernel:
 
     Attributes:
         address: of the C function `void(int64 *)`.
-        function: the same, to call on this thread.
     """
 
     def __init__(self, module: Any, target: Target) -> None:
@@ -343,7 +345,11 @@ class Kernel:
         self._engine = binding.create_mcjit_compiler(compiled, machine)
         self._engine.finalize_object()
         self.address: int = self._engine.get_function_address(module.name)
-        self.function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def __call__(self, *arguments: int) -> None:
+        """Runs it on this thread, its arguments in the slots."""
+        self._function((ctypes.c_int64 * len(arguments))(*arguments))
 
 
 def _mangled(type: Type) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ class RowData:
         made = [t for t in (codes, scales, zeros, totals) if t.untyped_storage().data_ptr() not in stored]
         return RowData(codes, scales, zeros, totals, sum(tensor.nbytes for tensor in made))
 
-    @property
+    @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
         """Of codes, scales, zeros and totals."""
         return self.codes.data_ptr(), self.scales.data_ptr(), self.zeros.data_ptr(), self.totals.data_ptr()
@@ -164,7 +165,7 @@ class Rows:
         """A row of the matrix, or of one matrix of a stack."""
         index = number if expert is None else expert * self.rows + number
         codes = operands.codes + index * (self.columns * self.format.element.bits // 8)
-        if self.format.block is None or self.format.scale is None or self.pieces and self.format.scale is Element.F32:
+        if self.format.block is None or self.format.scale is None or (self.pieces and self.format.scale is Element.F32):
             return Row(codes, operands.scales, operands.zeros)
         high, wide = self.format.scale_shape(self.rows, self.columns)
         if high != self.rows:
@@ -218,7 +219,10 @@ class Rows:
                     parts.append(weights * x)
                 else:
                     parts[half] = e.fma(weights, x, parts[half])
-        return [_scaled_sum(e, first, second, scale.factors, total) for (first, second), total in zip(halves, sums, strict=True)]
+        return [
+            _scaled_sum(e, first, second, scale.factors, total)
+            for (first, second), total in zip(halves, sums, strict=True)
+        ]
 
     def _decode(self, row: Row, column: Value) -> Iterator[Value]:
         """The block's eight vectors of eight codes as floats."""
@@ -277,7 +281,7 @@ def _scaled_sum(e: Emitter, first: Value, second: Value, factors: tuple[Value, .
         return total + (first + second)
     if len(factors) == 1:
         return e.fma(first + second, factors[0], total)
-    return e.fma(second, factors[1], e.fma(first, factors[0], total))
+    return total + e.fma(first, factors[0], second * factors[1])
 
 
 def _halves(e: Emitter, scales: Value, block: int) -> Value:

@@ -53,14 +53,14 @@ class Team:
             self._parallel = parallel
             self._reserved = (_address(number), _address(wait))
 
-    def run(self, kernel: Kernel, arguments: Sequence[int]) -> None:
-        """Calls the kernel on every thread and returns when all are done; the GIL is free meanwhile."""
-        threads = torch.get_num_threads() if self._parallel is not None else 1
-        slots = (ctypes.c_int64 * (RESERVED + len(arguments)))(*self._reserved, threads, *arguments)
-        if self._parallel is not None and threads > 1:
-            self._parallel(kernel.address, slots, threads, 0)
+    def run(self, kernel: Kernel, arguments: Sequence[int], *, alone: bool = False) -> None:
+        """Calls the kernel on every thread (`alone`: on this one) and returns when all are done; the GIL is free."""
+        threads = 1 if alone or self._parallel is None else torch.get_num_threads()
+        if self._parallel is None or threads == 1:
+            kernel(*self._reserved, 1, *arguments)
         else:
-            kernel.function(slots)
+            slots = (ctypes.c_int64 * (RESERVED + len(arguments)))(*self._reserved, threads, *arguments)
+            self._parallel(kernel.address, slots, threads, 0)
 
 
 @cache

@@ -447,6 +447,26 @@ def test_a_wrong_shape_of_a_single_tensor_is_named(tmp_path: Path) -> None:
     assert f"model.layers.0.mlp.gate.weight: found shape [{E + 1}, {D}], expected shape [{E}, {D}]" in message
 
 
+def test_a_quantised_tensor_where_a_plain_one_must_be_is_named(tmp_path: Path) -> None:
+    plain_checkpoint(tmp_path)
+    router = torch.ones(E, D).to(torch.float8_e5m2)
+    edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.mlp.gate.e_score_correction_bias": router[0, :E]}))
+    loader = Loader.open(tmp_path)
+    moe = moe_of(loader)
+    loader.router(0, replace(moe, routing=replace(moe.routing, selection_bias=True)))
+    loader.experts(0, moe)
+    with pytest.raises(CheckpointError, match="bias: found dtype F8_E5M2, expected BF16 or F16 or F32"):
+        loader.finish()
+
+
+def test_stacked_codes_of_too_few_rows_are_named(tmp_path: Path) -> None:
+    stacked_nvfp4_checkpoint(tmp_path, (E, 2))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    codes = torch.ones(E, 1, D // 2, dtype=torch.uint8)
+    edit(tmp_path, lambda tensors: tensors.update({name: codes}))
+    assert f"{name}" in refusal(tmp_path)
+
+
 def test_experts_in_two_dialects_are_named(tmp_path: Path) -> None:
     qwen_checkpoint(tmp_path, encoded(Dialect.MODELOPT_NVFP4), Dialect.MODELOPT_NVFP4)
 
@@ -467,6 +487,7 @@ def test_a_bad_scale_is_named_with_its_expert(tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert f"{EXPERT}.*.up_proj.weight_scale_2: found 1 infinite" in message
     assert "in experts 2" in message
+    assert ": found 1 problem\n" in message
 
 
 def test_an_int4_shape_unlike_the_others_is_named(tmp_path: Path) -> None:

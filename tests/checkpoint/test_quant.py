@@ -91,7 +91,7 @@ def stored(module: str, dialect: Dialect) -> Tensors:
 
 
 def model(claim: Config | None, family: str = "qwen3_moe") -> ModelSpec:
-    return interpret(config(family, **({"quantization_config": claim} if claim else {}))).spec
+    return interpret(config(family, **({} if claim is None else {"quantization_config": claim}))).spec
 
 
 def look(claim: Config | None, modules: dict[str, Dialect], family: str = "qwen3_moe") -> Survey:

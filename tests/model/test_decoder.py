@@ -122,7 +122,7 @@ def test_bf16_checkpoints_are_computed_in_float32(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_the_requested_expert_backend_is_the_one_that_runs(backend: str, tmp_path: Path) -> None:
-    model = make("mixtral", stored=torch.bfloat16)
+    model = make("mixtral", stored=torch.bfloat16, intermediate_size=128)
     decoder = load(save(model, tmp_path, torch.bfloat16), moe_backend=backend)
     assert backend in decoder.plan.backends
     ids = tokens(11)

@@ -78,3 +78,8 @@ def test_an_architecture_that_only_can_be_inspected_is_refused_with_what_runs(tm
 def test_an_unknown_expert_backend_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="torch"):
         load(save(make("mixtral"), tmp_path), moe_backend="no-such")
+
+
+def test_the_family_file_in_the_docs_is_the_one_that_runs() -> None:
+    root = Path(__file__).parents[2]
+    assert (root / "muster/model/olmoe.py").read_text() in (root / "docs/adding-a-model.md").read_text()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from muster.errors import CheckpointError
 from muster.formats.codec import decode, encode
 from muster.formats.dialects import Dialect, write
 from muster.formats.matrix import Meaning, QuantMatrix
@@ -36,11 +37,24 @@ DIALECTS: dict[str, tuple[Dialect, Format]] = {
     "int4-awq": (Dialect.AWQ, int4(32)),
 }
 
-SHAPE = {"hidden_size": 160, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {"hidden_size": 192, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES = {
-    "mixtral": {**SHAPE, "num_local_experts": 4},
-    "olmoe": {"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 5, "num_experts": 4},
-    "qwen3_moe": {**SHAPE, "num_experts": 4, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "mixtral": {**SHAPE, "intermediate_size": 128, "num_local_experts": 4},
+    "olmoe": {
+        "hidden_size": 192,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "intermediate_size": 128,
+        "num_experts": 4,
+    },
+    "qwen3_moe": {
+        **SHAPE,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 192,
+        "num_experts": 4,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -60,8 +74,11 @@ def rewrite(source: Path, target: Path, change: Callable[[str, Tensor], dict[str
     return target
 
 
-@pytest.mark.parametrize("which", [EXPERTS, ALL_LINEARS], ids=["experts", "all-linears"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "which"),
+    [*((family, ALL_LINEARS) for family in FAMILIES), ("mixtral", EXPERTS)],
+    ids=[*FAMILIES, "mixtral-experts-only"],
+)
 @pytest.mark.parametrize("name", DIALECTS)
 def test_logits_equal_transformers_with_dequantised_weights(name: str, family: str, which: str, tmp_path: Path) -> None:
     dialect, format = DIALECTS[name]
@@ -145,3 +162,16 @@ def test_quantised_weights_stay_quantised(tmp_path: Path) -> None:
     header = int.from_bytes((target / "model.safetensors").read_bytes()[:8], "little")
     json.loads((target / "model.safetensors").read_bytes()[8 : 8 + header])
     assert load(target, moe_backend="torch").weight_bytes < 1.2 * (on_disk - header)
+
+
+def test_experts_in_two_formats_are_refused_with_both_names(tmp_path: Path) -> None:
+    plain = save(make("mixtral", **FAMILIES["mixtral"]), tmp_path / "plain")
+
+    def stored(tensor_name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if "w2" not in tensor_name:
+            return {tensor_name: tensor}
+        parts = write(encode(tensor, FP8_CHANNEL), Dialect.CT_FP8)
+        return {f"{tensor_name.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
+
+    with pytest.raises(CheckpointError, match="experts of layer 0: found gate and up in f32, down in fp8-channel"):
+        load(rewrite(plain, tmp_path / "stored", stored))

@@ -24,7 +24,7 @@ TILE_EDGES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 
 def uniform(tokens: int, problem: MoEProblem, generator: torch.Generator) -> Tensor:
     """K distinct experts per token, every expert as likely as the next."""
-    return torch.rand(tokens, problem.experts, generator=generator).argsort(-1)[:, : problem.routing.top_k]
+    return torch.rand(tokens, problem.experts, generator=generator).argsort(-1)[:, : problem.routing.top_k].contiguous()
 
 
 def same(tokens: int, problem: MoEProblem, generator: torch.Generator) -> Tensor:
@@ -41,7 +41,7 @@ def last_half(tokens: int, problem: MoEProblem, generator: torch.Generator) -> T
 def tile_edges(tokens: int, problem: MoEProblem, generator: torch.Generator) -> Tensor:
     """Row counts on and around the sizes kernels tile by, in shuffled order, K = 1."""
     ids = torch.arange(len(TILE_EDGES)).repeat_interleave(torch.tensor(TILE_EDGES))
-    return ids[torch.randperm(len(ids), generator=generator)][:tokens, None]
+    return ids[torch.randperm(len(ids), generator=generator)][:tokens, None].contiguous()
 
 
 def sentinels(tokens: int, problem: MoEProblem, generator: torch.Generator) -> Tensor:
@@ -68,7 +68,6 @@ class Case:
         tokens: T; a backend meant for fewer gets as many as it is meant for.
         pattern: the routing.
         divides: NVFP4's tensor scale divides (compressed-tensors).
-        act_order: int4 columns belong to scale groups in random order (GPTQ).
         seed: of weights, tokens and routing.
     """
 
@@ -76,7 +75,6 @@ class Case:
     tokens: int = 9
     pattern: Pattern = uniform
     divides: bool = False
-    act_order: bool = False
     seed: int = 0
 
 
@@ -87,6 +85,7 @@ def problem(
     top_k: int = 2,
     local: tuple[int, int] | None = None,
     weights: Format = BF16,
+    act_order: bool = False,
     activation: Activation | None = None,
     bias: bool = False,
     on_input: bool = False,
@@ -102,6 +101,7 @@ def problem(
         count,
         first,
         weights,
+        act_order,
         dtype=dtype,
         activation=activation or Activation(),
         bias=bias,
@@ -116,7 +116,7 @@ CASES: Mapping[str, Case] = {
     "activations bf16": Case(problem(dtype="bf16")),
     "activations f16": Case(problem(weights=NVFP4, dtype="f16")),
     "nvfp4, tensor scale divides": Case(problem(weights=NVFP4), divides=True),
-    "int4, act-order": Case(problem(weights=int4(32)), act_order=True),
+    "int4, act-order": Case(problem(weights=int4(32), act_order=True)),
     "fp8-block, partial edge blocks": Case(problem(hidden=200, inner=136, weights=FP8_BLOCK)),
     "gelu": Case(problem(activation=Activation("gelu"))),
     "relu2": Case(problem(activation=Activation("relu2"))),
@@ -153,7 +153,7 @@ CASES: Mapping[str, Case] = {
     "odd shape, nvfp4": Case(problem(hidden=48, inner=80, experts=7, top_k=3, weights=NVFP4)),
     "odd shape, mxfp4": Case(problem(hidden=96, inner=32, experts=7, top_k=3, weights=MXFP4)),
     "demo shape": Case(problem(hidden=576, inner=192, top_k=8, weights=NVFP4), tokens=1),
-    "many experts": Case(problem(experts=64, top_k=8, weights=NVFP4, hidden=64, inner=48), tokens=11),
+    "many experts": Case(problem(experts=64, top_k=8, weights=NVFP4, hidden=64, inner=64), tokens=11),
 }
 
 
@@ -196,7 +196,7 @@ def _weights(case: Case, generator: torch.Generator) -> ExpertWeights:
 def _encode(case: Case, weight: Tensor, pieces: int, generator: torch.Generator) -> QuantMatrix:
     meaning = Meaning.DIVIDES if case.divides else Meaning.MULTIPLIES
     matrix = encode(weight, case.problem.weights, pieces, meaning)
-    if not case.act_order:
+    if not case.problem.act_order:
         return matrix
     assert matrix.scale is not None
     groups = torch.arange(weight.shape[-1], dtype=torch.int32) // (weight.shape[-1] // matrix.scale.value.shape[-1])

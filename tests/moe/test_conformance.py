@@ -125,6 +125,7 @@ def test_every_declared_fact_is_exercised_by_a_case(backend):
     assert {p.weights.family for p in problems} == facts.weights
     assert {p.activation.name for p in problems} == facts.activations
     assert {p.dtype for p in problems} == facts.dtypes
+    assert any(p.act_order for p in problems) == facts.act_order
     assert any(p.bias for p in problems) == facts.bias
     assert any(p.activation.limit is not None for p in problems) == facts.clamp
     assert any(p.router_weight_on_input for p in problems) == facts.router_weight_on_input
@@ -137,9 +138,12 @@ def test_decline_names_every_reason_at_once(backend):
     facts = backends().get(backend).facts
     hostile = problem(hidden=97, inner=89, weights=replace(F32, name="f7"), activation=Activation("tanh", 1.0))
     answer = (
-        backends().get(backend).supports(replace(hostile, dtype="f64", bias=True), replace(device.cpu(), key="3.5"))
+        backends()
+        .get(backend)
+        .supports(replace(hostile, dtype="f64", bias=True, act_order=True), replace(device.cpu(), key="3.5"))
     )
     expected = ["3.5", "f7", "tanh", "f64"]
+    expected += ["act-order"] if not facts.act_order else []
     expected += ["biases"] if not facts.bias else []
     expected += ["limit"] if not facts.clamp else []
     expected += ["hidden"] if facts.hidden_multiple > 1 else []

@@ -76,6 +76,12 @@ def test_output_is_fresh_and_input_untouched():
     assert torch.equal(x_TD, INPUTS.x_TD)
 
 
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_input_that_is_a_strided_view_gives_the_same(tokens):
+    moe, x_TD = layer(resolve(PROBLEM, device.cpu())), INPUTS.x_TD[:tokens]
+    assert torch.equal(moe(torch.cat([x_TD, x_TD], dim=1)[:, :128]), moe(x_TD))
+
+
 def test_layers_share_a_workspace():
     plan, workspace = resolve(PROBLEM, device.cpu()), Workspace()
     one, two = layer(plan, workspace=workspace), layer(plan, workspace=workspace)

@@ -78,6 +78,8 @@ def test_rule_matches_slow_float64_router(rule, dtype):
     routed = route(logits, rule, bias)
     assert routed.ids_TK.dtype is torch.int64
     assert routed.weights_TK.dtype is torch.float32
+    assert routed.ids_TK.is_contiguous()
+    assert routed.weights_TK.is_contiguous()
     for token, row in enumerate(logits.double().tolist()):
         ids, weights = slow_route(row, rule, None if bias is None else bias.double().tolist())
         assert routed.ids_TK[token].tolist() == ids

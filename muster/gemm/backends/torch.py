@@ -36,6 +36,7 @@ class TorchLinear(LinearBackend[TorchPrepared]):
         devices=frozenset({"cpu"}),
         weights=frozenset(format.family for format in FORMATS.values()),
         dtypes=frozenset({"f32"}),
+        act_order=True,
         bias=True,
         deterministic=True,
         kernels=("mm",),

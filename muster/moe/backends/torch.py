@@ -38,6 +38,7 @@ class TorchCore(RunnerCore[TorchExperts]):
     facts = Facts(
         devices=frozenset({"cpu", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"}),
         weights=frozenset(entry.family for entry in FORMATS.values()),
+        act_order=True,
         dtypes=frozenset({"bf16", "f16", "f32"}),
         activations=frozenset(get_args(ActivationName)),
         bias=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from muster.moe.problem import Activation
 from muster.native import rows, team
@@ -18,7 +18,7 @@ from muster.native.jit import F32, I64, LANES, Emitter, F32x8, Kernel, Target, V
 from muster.native.mathematics import sigmoid
 from muster.native.rows import Operands, Rows
 
-_WIDTHS = (4, 1)
+_WIDTHS = (4, 2, 1)
 """Tokens that share one decode of a row, most first."""
 
 
@@ -45,16 +45,17 @@ class Shape:
     bias: bool
     weight_on_input: bool
 
-    def scratch(self, tokens: int, threads: int) -> tuple[int, int]:
-        """Bytes of the shared part, the inner vectors `[T * K, F]`, and of each thread's own part."""
-        slots = tokens * self.top_k
-        vectors = 4 * tokens * self.gate_up.columns if self.gate_up.packed else 0
-        own = 8 * (2 * self.experts + 1 + slots) + 2 * _WIDTHS[0] * F32x8.bytes + vectors
-        return _line(4 * slots * self.down.columns), _line(own)
+    @cached_property
+    def inner_bytes(self) -> int:
+        """Bytes of one token's inner vectors `[K, F]`, which all threads share."""
+        return 4 * self.top_k * self.down.columns
 
-
-def _line(size: int) -> int:
-    return -(-size // 64) * 64
+    @cached_property
+    def own_bytes(self) -> tuple[int, int]:
+        """Bytes of a thread's own lists and vectors: some whatever T is, some for each token; lines of 64."""
+        fixed = 8 * (2 * self.experts + 1) + 2 * _WIDTHS[0] * F32x8.bytes
+        each = 8 * self.top_k + (4 * self.gate_up.columns if self.gate_up.packed else 0)
+        return -(-fixed // 64) * 64, -(-each // 64) * 64
 
 
 @dataclass(frozen=True, eq=False)
