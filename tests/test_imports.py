@@ -18,7 +18,7 @@ RULES = {
     "contract": BASE,
     "device": BASE,
     "formats": BASE,
-    "native": {*BASE, "formats"},
+    "native": {*BASE, "contract", "formats"},
     "parallel": {*BASE, "device"},
     "checkpoint": {*BASE, "formats"},
     "gemm": COMPUTE,

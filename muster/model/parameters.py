@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from muster.attention.interface import AttentionProblem, PagedAttention
 from muster.attention import cpu_paged
+from muster.attention.interface import AttentionProblem, PagedAttention
 from muster.attention.torch_paged import TorchPagedAttention
 from muster.checkpoint.loader import Loader
 from muster.checkpoint.names import Names

@@ -340,6 +340,8 @@ class Kernel:
             cpu=target.name, features=target.features, opt=3, jit=True
         )
         options = binding.create_pipeline_tuning_options(speed_level=3)
+        # Kernels come vectorised and unrolled as far as it pays.
+        options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
         passes = binding.create_pass_builder(machine, options)
         passes.getModulePassManager().run(compiled, passes)
         self._engine = binding.create_mcjit_compiler(compiled, machine)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -157,6 +157,11 @@ class Rows:
         return Rows(matrix.format, matrix.shape[-2], matrix.shape[-1], pieces)
 
     @property
+    def any_height(self) -> Rows:
+        """The same for any number of rows of a single matrix: to its kernel only the height of a piece matters."""
+        return replace(self, rows=self.rows // self.pieces, pieces=1) if self.pieces else replace(self, rows=1)
+
+    @property
     def packed(self) -> bool:
         """Whether vectors must be in `PACKED_ORDER`."""
         return self.format.element.bits == 4
@@ -168,7 +173,7 @@ class Rows:
         if self.format.block is None or self.format.scale is None or (self.pieces and self.format.scale is Element.F32):
             return Row(codes, operands.scales, operands.zeros)
         high, wide = self.format.scale_shape(self.rows, self.columns)
-        if high != self.rows:
+        if self.format.block[0] != 1:
             number = number // self.format.block[0]
             index = number if expert is None else expert * high + number
         scales = operands.scales + index * (wide * self.format.scale.bits // 8)

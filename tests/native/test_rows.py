@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -20,32 +21,36 @@ from muster.formats.spec import (
     Format,
     int4,
 )
-from muster.native import rows, team
-from muster.native.jit import PORTABLE, Emitter, Target, host
+from muster.native import rows
 from muster.native.jit import F32 as FLOAT
+from muster.native.jit import PORTABLE, Emitter, Kernel, Target, host
 
 FORMATS = (BF16, F32, NVFP4, MXFP4, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, int4(32), int4(64), int4(128))
 TARGETS = pytest.mark.parametrize("target", [host(), PORTABLE], ids=["host", "portable"])
 
 
-def dots(matrix: QuantMatrix, x_TK: torch.Tensor, target: Target) -> torch.Tensor:
-    """`x @ matrix.T` by a kernel with one strip as wide as T, on one thread."""
+def dots(matrix: QuantMatrix, x_TK: torch.Tensor, target: Target, width: int = 4) -> torch.Tensor:
+    """`x @ matrix.T` on one thread, by a kernel that takes strips of `width` vectors."""
     data = rows.RowData.of(matrix)
     layout = rows.Rows.of(matrix, data)
-    count, columns = matrix.shape
-    x_TK = x_TK[:, torch.tensor(_order(columns))].contiguous() if layout.packed else x_TK.contiguous()
-    e = Emitter("dots", target)
-    x, out = e.argument(team.RESERVED), e.argument(team.RESERVED + 1)
-    operands = rows.Operands.of(e, team.RESERVED + 2)
-    stride = 4 * columns
-    with e.loop(0, count) as n:
-        total = layout.total(operands, n)
-        vectors = [x + stride * t for t in range(len(x_TK))]
-        for t, dot in enumerate(layout.dots(layout.row(operands, n), vectors)):
-            e.store(dot if total is None else dot * total, out + (n + t * count) * FLOAT.bytes)
-    out_TN = torch.full((len(x_TK), count), math.nan)
-    team.team().run(e.compile(), (x_TK.data_ptr(), out_TN.data_ptr(), *data.addresses), alone=True)
+    x_TK = x_TK[:, torch.tensor(_order(matrix.shape[1]))] if layout.packed else x_TK
+    out_TN = torch.full((len(x_TK), matrix.shape[0]), math.nan)
+    for x, out in zip(x_TK.contiguous().split(width), out_TN.split(width), strict=True):
+        kernel(layout, len(x), target)(x.data_ptr(), out.data_ptr(), *data.addresses)
     return out_TN
+
+
+@cache
+def kernel(layout: rows.Rows, width: int, target: Target) -> Kernel:
+    e = Emitter("dots", target)
+    x, out = e.argument(0), e.argument(1)
+    operands = rows.Operands.of(e, 2)
+    vectors = [x + 4 * layout.columns * t for t in range(width)]
+    with e.loop(0, layout.rows) as n:
+        total = layout.total(operands, n)
+        for t, dot in enumerate(layout.dots(layout.row(operands, n), vectors)):
+            e.store(dot if total is None else dot * total, out + (n + t * layout.rows) * FLOAT.bytes)
+    return e.compile()
 
 
 def _order(columns: int) -> list[int]:
@@ -63,7 +68,7 @@ def test_each_column_is_decoded_bit_for_bit(format: Format, target: Target) -> N
     columns = 192 if format.family != "int4" else 256
     matrix = encode(torch.randn(5, columns, generator=torch.Generator().manual_seed(1)), format)
     units_KK = torch.eye(columns)
-    picked_KN = torch.cat([dots(matrix, units_KK[start : start + 16], target) for start in range(0, columns, 16)])
+    picked_KN = dots(matrix, units_KK, target)
     codes = matrix if format.family not in ("nvfp4", "fp8-tensor", "fp8-channel") else _without_total(matrix)
     totals = rows.RowData.of(matrix).totals
     exact_NK = decode(codes) * totals.expand(5)[:, None] if totals.numel() else decode(codes)
@@ -96,8 +101,7 @@ def test_every_code_of_the_element(element: Element, target: Target) -> None:
         matrix = QuantMatrix(int4(32), (1, 512), packed, Scale(torch.ones(1, 16), Element.F32), zero=zero)
     columns = matrix.shape[1]
     units_KK = torch.eye(columns)
-    picked = torch.cat([dots(matrix, units_KK[start : start + 32], target) for start in range(0, columns, 32)])
-    assert torch.equal(picked.T, decode(matrix))
+    assert torch.equal(dots(matrix, units_KK, target).T, decode(matrix))
 
 
 @TARGETS
@@ -112,8 +116,7 @@ def test_every_block_scale_code_of_nvfp4_and_mxfp4(target: Target) -> None:
         Scale(torch.ones(1), Element.F32),
     )
     first_of_block = torch.eye(124 * 16)[::16]
-    picked = torch.cat([dots(nvfp4, first_of_block[start : start + 31], target) for start in range(0, 124, 31)])
-    assert torch.equal(picked.T, decode(nvfp4)[:, ::16])
+    assert torch.equal(dots(nvfp4, first_of_block, target).T, decode(nvfp4)[:, ::16])
 
     e8m0 = torch.arange(254, dtype=torch.uint8).view(1, 254)
     mxfp4 = QuantMatrix(
@@ -129,8 +132,7 @@ def test_every_block_scale_code_of_nvfp4_and_mxfp4(target: Target) -> None:
 def test_a_dot_product_does_not_depend_on_its_company(format: Format) -> None:
     matrix = encode(torch.randn(3, 384, generator=torch.Generator().manual_seed(2)), format)
     x_TK = torch.randn(4, 384, generator=torch.Generator().manual_seed(3))
-    alone = torch.cat([dots(matrix, x_TK[t : t + 1], host()) for t in range(4)])
-    assert torch.equal(dots(matrix, x_TK, host()), alone)
+    assert torch.equal(dots(matrix, x_TK, host(), width=4), dots(matrix, x_TK, host(), width=1))
 
 
 def test_what_is_only_viewed_costs_nothing() -> None:

@@ -67,7 +67,8 @@ class CpuLinear(LinearBackend[CpuPrepared]):
     def prepare(self, problem: LinearProblem, matrix: QuantMatrix, bias_N: Tensor | None) -> CpuPrepared:
         data = rows.RowData.of(matrix)
         layout = rows.Rows.of(matrix, data)
-        return CpuPrepared(linear_kernel(layout, bias_N is not None, host()), layout.packed, data, bias_N)
+        kernel = linear_kernel(layout.any_height, bias_N is not None, host())
+        return CpuPrepared(kernel, layout.packed, data, bias_N)
 
     def run(self, prepared: CpuPrepared, x_TK: Tensor, out_TN: Tensor, workspace: Workspace) -> None:
         scratch = 0
@@ -76,16 +77,17 @@ class CpuLinear(LinearBackend[CpuPrepared]):
             scratch = workspace.take("vectors", size, torch.float32).data_ptr()
         bias = 0 if prepared.bias_N is None else prepared.bias_N.data_ptr()
         addresses = (x_TK.data_ptr(), out_TN.data_ptr(), scratch, bias)
-        team.team().run(prepared.kernel, (x_TK.shape[0], *addresses, *prepared.data.addresses))
+        counts = (x_TK.shape[0], out_TN.shape[1])
+        team.team().run(prepared.kernel, (*counts, *addresses, *prepared.data.addresses))
 
 
 @cache
 def linear_kernel(layout: rows.Rows, bias: bool, target: Target) -> Kernel:
-    """Arguments: T, the addresses of x, out, scratch `[threads, T, K]` and bias, then those of the rows."""
+    """Arguments: T, N, the addresses of x, out, scratch `[threads, T, K]` and bias, then those of the rows."""
     e = Emitter("linear", target)
     thread, threads = team.member(e)
-    tokens, x, out, scratch, bias_N = (e.argument(team.RESERVED + slot) for slot in range(5))
-    operands = rows.Operands.of(e, team.RESERVED + 5)
+    tokens, count, x, out, scratch, bias_N = (e.argument(team.RESERVED + slot) for slot in range(6))
+    operands = rows.Operands.of(e, team.RESERVED + 6)
     stride = 4 * layout.columns
 
     if layout.packed:
@@ -101,10 +103,10 @@ def linear_kernel(layout: rows.Rows, bias: bool, target: Target) -> Kernel:
             for i, dot in enumerate(layout.dots(layout.row(operands, n), vectors)):
                 y = dot if total is None else dot * total
                 y = y + e.load(F32, bias_N + n * 4) if bias else y
-                e.store(y, out + ((token + i) * layout.rows + n) * 4)
+                e.store(y, out + ((token + i) * count + n) * 4)
 
-    last = (thread + 1) * layout.rows // threads
-    with e.loop(thread * layout.rows // threads, last, _ROWS) as start:
+    last = (thread + 1) * count // threads
+    with e.loop(thread * count // threads, last, _ROWS) as start:
         stop = e.minimum(start + _ROWS, last)
         e.strips(e.constant(I64, 0), tokens, _WIDTHS, partial(multiply, start, stop))
     return e.compile()

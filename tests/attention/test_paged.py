@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from muster.attention.interface import AttentionBatch, AttentionProblem, KVPages
+from muster.attention.cpu_paged import CpuPagedAttention
+from muster.attention.interface import AttentionBatch, AttentionProblem, KVPages, PagedAttention
 from muster.attention.torch_paged import TorchPagedAttention
 
 PAGES, PAGE_SIZE = 40, 4
@@ -28,13 +31,14 @@ class Sequence:
 class Machine:
     """A cache full of NaN, and an attention that steps sequences through it."""
 
+    kind: ClassVar[Callable[[AttentionProblem], PagedAttention]]
     problem: AttentionProblem
-    attention: TorchPagedAttention = field(init=False)
+    attention: PagedAttention = field(init=False)
     cache: KVPages = field(init=False)
 
     def __post_init__(self) -> None:
         shape = (PAGES, PAGE_SIZE, self.problem.kv_heads, self.problem.head_dim)
-        self.attention = TorchPagedAttention(self.problem)
+        self.attention = Machine.kind(self.problem)
         self.cache = KVPages(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
 
     def step(self, work: list[tuple[Sequence, int]]) -> list[Tensor]:
@@ -63,6 +67,11 @@ class Machine:
         for (sequence, _), span in zip(work, spans, strict=True):
             sequence.done = span.stop
         return [out[a:b] for a, b in itertools.pairwise(starts)]
+
+
+@pytest.fixture(params=[TorchPagedAttention, CpuPagedAttention], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "kind", request.param, raising=False)
 
 
 def make(problem: AttentionProblem, length: int, pages: list[int], seed: int = 0) -> Sequence:
