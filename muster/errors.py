@@ -54,7 +54,7 @@ class MusterError(Exception):
             text += f": found {self.found}"
         if self.expected:
             text += f"{',' if self.found else ':'} expected {self.expected}"
-        lines = [text, *(f"  - {line}" for reason in self.reasons for line in str(reason).split("\n"))]
+        lines = [text, *("  - " + str(reason).replace("\n", "\n    ") for reason in self.reasons)]
         if self.hint:
             lines.append(f"  hint: {self.hint}")
         return "\n".join(lines)

@@ -19,5 +19,10 @@ def test_gather_keeps_every_reason() -> None:
     assert CheckpointError.gather("checkpoint", []) is None
 
 
+def test_a_hint_of_a_single_reason_stays_under_it() -> None:
+    error = MusterError("all", reasons=[MusterError("a", hint="do this"), MusterError("b")])
+    assert str(error) == "all\n  - a\n      hint: do this\n  - b"
+
+
 def test_exit_codes() -> None:
     assert (UnprovenError.exit_code, InputError.exit_code, EnvironmentLackError.exit_code) == (1, 2, 3)

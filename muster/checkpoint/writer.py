@@ -121,7 +121,10 @@ class CheckpointWriter:
                 with _new_file(self.directory / shard.file, shard.size) as stream:
                     done = shard.write(stream, done, self.nbytes, progress)
             for name, content in self._small_files():
-                with _new_file(self.directory / name, len(content)) as stream:
+                path = self.directory / name
+                if path.is_file() and path.read_bytes() == content:
+                    continue
+                with _new_file(path, len(content)) as stream:
                     stream.write(content)
         return Written(self.directory, self.nbytes, len(self._shards), len(self._shards) - len(missing))
 
