@@ -87,10 +87,17 @@ def test_the_nvfp4_checkpoint_is_smaller_by_what_its_experts_save(demo: Path) ->
     assert others[0] == others[1]
 
 
-def test_writing_again_changes_nothing(demo: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in demo.rglob("*") if path.is_file()}
+def test_writing_again_rewrites_no_weights_and_changes_no_byte(demo: Path) -> None:
+    def shards() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in demo.rglob("*.safetensors")}
+
+    def contents() -> dict[Path, bytes]:
+        small = (path for path in demo.rglob("*") if path.is_file() and path.suffix != ".safetensors")
+        return {path: path.read_bytes() for path in small}
+
+    before = shards(), contents()
     write_demo(demo)
-    assert {path: path.stat().st_mtime_ns for path in demo.rglob("*") if path.is_file()} == before
+    assert (shards(), contents()) == before
 
 
 def test_run_prints_the_answer_on_stdout_and_the_figures_on_stderr(demo: Path) -> None:
