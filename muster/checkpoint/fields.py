@@ -103,7 +103,7 @@ class Fields:
 
     A key of several names is read under all of them, and the stated values must agree. A leading `/` means the
     top of the file. null counts as absent. Reading never raises: a problem is kept in the ledger and a
-    placeholder comes back, so that all problems of a file are found in one pass; `check` stays silent about keys
+    stand-in comes back, so that all problems of a file are found in one pass; `check` stays silent about keys
     that already have a problem.
     """
 
@@ -148,8 +148,8 @@ class Fields:
 
     def word(self, *keys: str, choices: Collection[str], default: str | None = None) -> str:
         """One of the given strings; required unless there is a default."""
-        placeholder = next(iter(choices))
-        return self._or_default(keys, self._read(keys, _word(choices)), default, placeholder, _one_of(choices))
+        stand_in = next(iter(choices))
+        return self._or_default(keys, self._read(keys, _word(choices)), default, stand_in, _one_of(choices))
 
     def text(self, *keys: str) -> str | None:
         """Any string, or None."""
@@ -275,7 +275,7 @@ class Fields:
         if value is not None and not isinstance(value, Mapping) and parent not in self.ledger.unsound:
             self._problem(parent, found=kind(value), expected="an object")
 
-    def _or_default(self, keys: Sequence[str], value: T | None, default: T | None, placeholder: T, expected: str) -> T:
+    def _or_default(self, keys: Sequence[str], value: T | None, default: T | None, stand_in: T, expected: str) -> T:
         if value is not None:
             return value
         if default is not None:
@@ -284,7 +284,7 @@ class Fields:
             first, *others = keys
             known = f" (or {', '.join(key.removeprefix('/') for key in others)})" if others else ""
             self._problem(self._full(first), found="nothing", expected=f"{expected}{self._for_family()}{known}")
-        return placeholder
+        return stand_in
 
     def _problem(self, place: Place, *, found: str, expected: str) -> None:
         if place in self.ledger.unsound:
