@@ -66,7 +66,11 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self) -> tuple[str, ...]:
-        """Every known name, our own first, without importing any backend."""
+        """Every known name, our own first, without importing any backend.
+
+        Raises:
+            UsageError: an installed package takes a name that another one has.
+        """
         names = dict.fromkeys((*self._modules, *self._backends))
         names.update(dict.fromkeys(point.name for point in self._entry_points()))
         return tuple(names)
@@ -104,9 +108,28 @@ class Registry(Generic[T]):
                     ) from error
 
     def _entry_points(self) -> tuple[EntryPoint, ...]:
-        if self._group is None:
-            return ()
-        return tuple(p for p in entry_points(group=self._group) if p.name not in self._modules)
+        """Other people's backends; a name that two would have stops the program, since no choice between them is safe.
+
+        Raises:
+            UsageError: every name that is taken twice, and by whom.
+        """
+        points = () if self._group is None else tuple(entry_points(group=self._group))
+        owners: dict[str, list[str]] = {name: [module] for name, module in self._modules.items()}
+        for point in points:
+            owners.setdefault(point.name, []).append(_described(point))
+        clashes = [
+            UsageError(f"{self._kind} backend {name!r}", found=" and ".join(claims), expected="one owner")
+            for name, claims in owners.items()
+            if len(claims) > 1
+        ]
+        error = UsageError.gather("installed backends", clashes, hint="uninstall one of each, or have it renamed")
+        if error is not None:
+            raise error
+        return points
+
+
+def _described(point: EntryPoint) -> str:
+    return f"{point.value} of {point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,16 @@ print(resolve(case.problem, device.cpu()).describe())
     assert "toy (" in automatic.split("lost:")[1]
 
 
+def test_a_package_that_takes_a_name_of_ours_is_refused_by_its_name(site, tmp_path):
+    other = tmp_path / "site"
+    shutil.copytree(site, other)
+    [points] = other.glob("*.dist-info/entry_points.txt")
+    points.write_text(points.read_text() + "cpu = muster_toy\n")
+    done = python(other, "-c", "from muster.moe.registry import backends; backends().names()")
+    assert done.returncode == 1
+    assert "'cpu': found muster.moe.backends.cpu and muster_toy of muster-toy 0.1, expected one owner" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["pyproject.toml", "muster_toy.py"])
 def test_page_for_newcomers_shows_the_package_as_tested(name):
     page = (ROOT / "docs" / "adding-a-backend.md").read_text()
