@@ -24,6 +24,9 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directo
 MoEBackend = Annotated[
     str | None, typer.Option("--moe-backend", metavar="NAME", help="Expert backend; the plan chooses when not given.")
 ]
+Unproven = Annotated[
+    bool, typer.Option("--unproven", help="Choose by declared facts, whatever the evidence; every output is marked.")
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(metavar="X", help="0 takes the likeliest token.")]
 TopK = Annotated[int, typer.Option(metavar="N", help="Sample among the N likeliest; 0: all.")]
@@ -36,6 +39,24 @@ Context = Annotated[
     typer.Option("--max-context", metavar="N", help="Most tokens of prompt and answer; default: the model's."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+AnyModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Directory, config.json or name of a released checkpoint.")
+]
+Tensor = Annotated[int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel GPUs; default: all there are.")]
+Expert = Annotated[int | None, typer.Option("--ep", metavar="N", help="Groups of GPUs that share the experts.")]
+Batch = Annotated[int, typer.Option("--batch", metavar="B", help="Sequences decoded together.")]
+LoadContext = Annotated[int, typer.Option("--context", metavar="C", help="Tokens that each sequence holds.")]
+Backends = Annotated[
+    list[str] | None,
+    typer.Option("--backend", metavar="NAME", help="Only this backend; repeatable.", show_default=False),
+]
+Role = Annotated[
+    str | None, typer.Option("--role", metavar="ROLE", help="Only experts, draft or linears.", show_default=False)
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens", metavar="LIST", help="Token counts, such as 1,8,64.", show_default=False),
+]
 
 
 def version(value: bool) -> None:
@@ -70,6 +91,7 @@ def run(
     system: System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     moe_backend: MoEBackend = None,
+    unproven: Unproven = False,
     max_context: Context = None,
     json: Json = False,
 ) -> None:
@@ -91,6 +113,7 @@ def run(
         system=system,
         raw=raw,
         moe_backend=moe_backend,
+        unproven=unproven,
         max_context=max_context,
         json=json,
     )
@@ -107,6 +130,7 @@ def chat(
     seed: Seed = None,
     system: System = None,
     moe_backend: MoEBackend = None,
+    unproven: Unproven = False,
     max_context: Context = None,
 ) -> None:
     """Talk with a model at the terminal. Ctrl-C stops an answer, Ctrl-D ends the talk."""
@@ -124,8 +148,32 @@ def chat(
         },
         system=system,
         moe_backend=moe_backend,
+        unproven=unproven,
         max_context=max_context,
     )
+
+
+@app.command()
+def plan(
+    model: Model,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Token counts, such as 1,8,64; default: up to a full prefill.")
+    ] = None,
+    layout_budget: Annotated[
+        float | None,
+        typer.Option(
+            "--layout-budget",
+            metavar="GIB",
+            help="Memory that further layouts of the weights may take; default: a tenth of what is free.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Prove and time every backend on this checkpoint, choose the fastest proven ones, and save that."""
+    from muster.lab.planner import command
+
+    command(model, tokens=tokens, layout_budget=layout_budget, json=json)
 
 
 @app.command()
@@ -155,6 +203,187 @@ def demo(
     from muster.lab.demo import command
 
     command(output)
+
+
+@app.command()
+def backends(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Directory, config.json or name of a released checkpoint; default: a plain layer."
+        ),
+    ] = None,
+    cc: Annotated[
+        str | None,
+        typer.Option("--cc", metavar="X.Y", help="Compute capability, or all; default: this machine."),
+    ] = None,
+    role: Role = None,
+    json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a page in Markdown.")] = False,
+) -> None:
+    """Which backends can compute a model's layers, and every reason against the others."""
+    from muster.lab.backends import command
+
+    command(model, cc=cc, role=role, json=json, markdown=markdown)
+
+
+@app.command()
+def inspect(
+    model: AnyModel,
+    tp: Tensor = None,
+    ep: Expert = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAMES", help="8xRTX-PRO-6000, h200, here; default: a table of all."),
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option("--memory", metavar="GIB", help="Of each GPU, instead of its name.")
+    ] = None,
+    context: LoadContext = 4096,
+    batch: Batch = 1,
+    json: Json = False,
+) -> None:
+    """What a model is, how it is stored, where it fits and what could run it. No GPU, no weights."""
+    from muster.lab.inspect import command
+    from muster.lab.memory import load_of
+
+    load = load_of(batch, context)
+    command(model, tensor=tp, expert=ep, gpu=gpu, memory=memory, load=load, json=json)
+
+
+@app.command()
+def roofline(
+    model: AnyModel,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAMES", help="8xRTX-PRO-6000, h200, ...; several by commas.")
+    ] = "here",
+    tp: Tensor = None,
+    ep: Expert = None,
+    batch: Batch = 1,
+    context: LoadContext = 4096,
+    cache: Annotated[str, typer.Option("--cache", metavar="NAME", help="Format of the cache: bf16 or fp8.")] = "bf16",
+    mtp: Annotated[int | None, typer.Option("--mtp", metavar="N", help="Tokens to draft per step.")] = None,
+    acceptance: Annotated[
+        float | None, typer.Option("--acceptance", metavar="A", help="Share of drafts accepted, 0 to 1.")
+    ] = None,
+    measured: Annotated[bool, typer.Option("--measured", help="Divide by measured bandwidth where known.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: .png, .svg, .pdf.")] = None,
+    json: Json = False,
+) -> None:
+    """How fast a model could be on a machine at most, where the time goes, what would change it. No GPU needed."""
+    from muster.lab.roofline import command
+    from muster.lab.workload import workload
+
+    load = workload(batch, context, cache, mtp, acceptance)
+    command(model, gpu=gpu, tensor=tp, expert=ep, load=load, measured=measured, json=json, plot=plot)
+
+
+@app.command()
+def verify(
+    model: Model,
+    backend: Backends = None,
+    role: Role = None,
+    tokens: Tokens = None,
+    soak: Annotated[
+        float | None,
+        typer.Option("--soak", metavar="MINUTES", help="Go on with new seeds for so long.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of tokens and routing.")] = 0,
+    case: Annotated[
+        str | None, typer.Option("--case", metavar="JSON", help="Only this case, as the ledger names it.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Run what is already known too.")] = False,
+    json: Json = False,
+) -> None:
+    """Prove every backend on every part of a checkpoint. Interrupted work goes on where it stopped."""
+    from muster.lab.verify import command
+
+    command(
+        model,
+        backends=backend or (),
+        role=role,
+        tokens=tokens,
+        soak=soak,
+        seed=seed,
+        case=case,
+        again=again,
+        json=json,
+    )
+
+
+@app.command()
+def bench(
+    model: Model,
+    backend: Backends = None,
+    role: Role = None,
+    tokens: Tokens = None,
+    again: Annotated[bool, typer.Option("--again", help="Time what has been timed too.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Draw time and share of the floor.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time every proven backend beside what the hardware allows. What is not proven gets no time."""
+    from muster.lab.bench import command
+
+    command(model, backends=backend or (), role=role, tokens=tokens, again=again, plot=plot, json=json)
+
+
+ledger = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The evidence of this machine.")
+app.add_typer(ledger, name="ledger")
+
+
+@ledger.command("list")
+def ledger_list(
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="Of this backend.", show_default=False)] = None,
+    part: Annotated[str | None, typer.Option(metavar="TEXT", help="Of parts with TEXT in their name.")] = None,
+    role: Annotated[str | None, typer.Option(metavar="ROLE", help="experts, draft or linears.")] = None,
+    verdict: Annotated[str | None, typer.Option(metavar="VERDICT", help="proven, wrong, crash, ...")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Older verdicts of the same case too.")] = False,
+    json: Json = False,
+) -> None:
+    """Every verdict and time, and why those that do not count here and now do not."""
+    from muster.lab.ledgers import Filter, list_command
+
+    list_command(Filter(backend, part, role, verdict), all=all, json=json)
+
+
+@ledger.command("show")
+def ledger_show(
+    id: Annotated[str, typer.Argument(metavar="ID", help="An id, or a beginning that only one has.")],
+    json: Json = False,
+) -> None:
+    """Everything about one verdict or time, with the command that repeats it."""
+    from muster.lab.ledgers import show_command
+
+    show_command(id, json=json)
+
+
+@ledger.command("export")
+def ledger_export(
+    format: Annotated[str, typer.Option("--format", metavar="NAME", help="muster or flashinfer-bench.")] = "muster",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; default: stdout.")
+    ] = None,
+) -> None:
+    """What this machine found itself, one JSON object a line."""
+    from muster.lab.ledgers import export_command
+
+    export_command(format, output)
+
+
+@ledger.command("import")
+def ledger_import(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another machine's ledger.sqlite, or an export of it.")],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="What to call it; default: its own name.")
+    ] = None,
+) -> None:
+    """Take in another machine's evidence: shown from then on, never counted for a plan."""
+    from muster.lab.ledgers import import_command
+
+    import_command(file, name)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from muster.engine.request import RequestOutput, SamplingParams
 from muster.engine.stats import Stats
 from muster.errors import NumericsError, UsageError
+from muster.lab.planner import obtain
 from muster.llm import LLM, Delta
 
 
@@ -23,6 +24,7 @@ def run(
     system: str | None,
     raw: bool,
     moe_backend: str | None,
+    unproven: bool,
     max_context: int | None,
     json: bool,
 ) -> None:
@@ -30,7 +32,7 @@ def run(
     if raw and system is not None:
         raise UsageError("--system", found="it and --raw", expected="one of them", hint="put the text into --prompt")
     params = SamplingParams(**sampling)
-    llm = _load(model, moe_backend, max_context)
+    llm = _load(model, moe_backend, unproven, max_context)
     templated = not raw and llm.tokenizer.has_chat_template
     if system is not None and not templated:
         raise UsageError("--system", found="a checkpoint without a chat template", expected="one that has it")
@@ -39,18 +41,24 @@ def run(
     if output.error is not None:
         raise NumericsError("the answer", found=output.error)
     if json:
-        sys.stdout.write(jsonlib.dumps(_document(output, llm.stats), ensure_ascii=False) + "\n")
+        sys.stdout.write(jsonlib.dumps(_document(output, llm), ensure_ascii=False) + "\n")
     else:
-        _say(_closing_line(output, llm.stats))
+        _say(_mark(llm, _closing_line(output, llm.stats)))
         _say(llm.decoder.plan.describe())
 
 
 def chat(
-    model: Path, *, sampling: dict[str, Any], system: str | None, moe_backend: str | None, max_context: int | None
+    model: Path,
+    *,
+    sampling: dict[str, Any],
+    system: str | None,
+    moe_backend: str | None,
+    unproven: bool,
+    max_context: int | None,
 ) -> None:
     """Talks until the input ends; an interrupted answer stays in the conversation as far as it came."""
     params = SamplingParams(**sampling)
-    llm = _load(model, moe_backend, max_context)
+    llm = _load(model, moe_backend, unproven, max_context)
     messages = [{"role": "system", "content": system}] if system is not None else []
     while (line := _ask()) is not None:
         if not line.strip():
@@ -60,7 +68,7 @@ def chat(
         messages.append({"role": "user", "content": line})
         try:
             output = _print_answer(llm.stream_chat(messages, params), heard=heard)
-            _say(output.error or _closing_line(output, llm.stats.since(before)))
+            _say(output.error or _mark(llm, _closing_line(output, llm.stats.since(before))))
         except KeyboardInterrupt:
             _say("\n(stopped)")
         messages.append({"role": "assistant", "content": "".join(heard)})
@@ -80,9 +88,15 @@ def _ask() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _load(model: Path, moe_backend: str | None, max_context: int | None) -> LLM:
+def _load(model: Path, moe_backend: str | None, unproven: bool, max_context: int | None) -> LLM:
+    plan = None if unproven else obtain(model, moe_backend=moe_backend)
+    named = moe_backend if unproven else None
     with _progress(f"loading {model}") as progress:
-        return LLM(model, moe_backend=moe_backend, max_context=max_context, progress=progress)
+        return LLM(model, moe_backend=named, plan=plan, unproven=unproven, max_context=max_context, progress=progress)
+
+
+def _mark(llm: LLM, text: str) -> str:
+    return text if llm.decoder.plan.proven else f"UNPROVEN: {text}"
 
 
 @contextmanager
@@ -132,7 +146,8 @@ def _closing_line(output: RequestOutput, stats: Stats) -> str:
     return ", ".join(parts)
 
 
-def _document(output: RequestOutput, stats: Stats) -> dict[str, Any]:
+def _document(output: RequestOutput, llm: LLM) -> dict[str, Any]:
+    stats = llm.stats
     return {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -143,6 +158,7 @@ def _document(output: RequestOutput, stats: Stats) -> dict[str, Any]:
         "prefill_tokens_per_second": stats.prefill_rate,
         "weight_bytes_per_token": stats.weight_bytes_per_token,
         "moe_backends": stats.backends,
+        "proven": llm.decoder.plan.proven,
     }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from packaging.specifiers import SpecifierSet
 
@@ -29,6 +29,11 @@ class Decline:
         """The reasons whose check is true, together; None when there are none."""
         reasons = tuple(reason for reason, holds in checks.items() if holds)
         return Decline(reasons) if reasons else None
+
+
+def in_order(devices: Iterable[str]) -> str:
+    """Device keys for a reader: compute capabilities by number, other keys after them."""
+    return ", ".join(sorted(devices, key=lambda key: (len(key.partition(".")[0]), key)))
 
 
 class Registry(Generic[T]):
@@ -153,3 +158,92 @@ def missing_packages(packages: tuple[Package, ...]) -> tuple[str, ...]:
         if not SpecifierSet(package.versions).contains(found, prereleases=True):
             reasons.append(f"needs {wanted}, found {found}")
     return tuple(reasons)
+
+
+RUNNER_CORE, FUSED_FUNC, DISPATCHER, LINEAR = "runner core", "fused function", "token dispatcher", "linear"
+"""Kinds of backend."""
+
+
+class Declared(Protocol):
+    """Declared facts, of expert layers or of linears."""
+
+    @property
+    def devices(self) -> frozenset[str]: ...
+    @property
+    def weights(self) -> frozenset[str]: ...
+    def decline(self, problem: Any, device: Any, /) -> Decline | None: ...
+
+
+F = TypeVar("F", bound=Declared)
+
+NO_ADAPTER = "no adapter yet"
+
+
+@dataclass(frozen=True)
+class Trap:
+    """What makes a backend give wrong numbers, fail, or not run at all although it was asked for.
+
+    Attributes:
+        what: one sentence.
+        source: where it was seen.
+    """
+
+    what: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Known(Generic[F]):
+    """A backend of somebody else's that nobody has adapted: what is known of it. It cannot be run.
+
+    Attributes:
+        name: what users of the engines that have it call it.
+        kind: what it is.
+        library: who has it, and the version that was read.
+        paths: its kernels, each an exact product of devices and formats with what that kernel asks for.
+        needs: what it needs that is no package.
+        traps: what to look for before trusting it.
+        draft_ban: why it must not compute draft layers; empty: it may.
+        dispatchers: the ways of moving tokens that it works with.
+    """
+
+    name: str
+    kind: str
+    library: str
+    paths: tuple[F, ...]
+    needs: tuple[str, ...] = ()
+    traps: tuple[Trap, ...] = ()
+    draft_ban: str = ""
+    dispatchers: tuple[str, ...] = ("standard",)
+
+    def path(self, problem: Any, device: Any) -> F | None:
+        """The first of its kernels that could; None when none could."""
+        return next((path for path in self.paths if path.decline(problem, device) is None), None)
+
+    def obstacles(self, problem: Any, device: Any, *, draft: bool = False) -> tuple[str, ...]:
+        """Every reason against it besides the missing adapter; empty when its facts allow it."""
+        banned = (self.draft_ban,) if draft and self.draft_ban else ()
+        if self.path(problem, device) is not None:
+            return banned
+        reading = [path for path in self.paths if problem.weights.family in path.weights]
+        if not reading:
+            return (*banned, *self._unread(problem, device))
+        declines = [path.decline(problem, device) for path in reading]
+        return tuple(
+            dict.fromkeys((*banned, *(reason for decline in declines if decline for reason in decline.reasons)))
+        )
+
+    def supports(self, problem: Any, device: Any, *, draft: bool = False) -> Decline:
+        """Always a decline: it says at least that there is no adapter."""
+        return Decline((*self.obstacles(problem, device, draft=draft), NO_ADAPTER))
+
+    def _unread(self, problem: Any, device: Any) -> tuple[str, ...]:
+        """Against weights that none of its kernels reads: which those read, and on what any of them runs."""
+        devices = frozenset[str]().union(*(path.devices for path in self.paths))
+        weights = frozenset[str]().union(*(path.weights for path in self.paths))
+        checks = {
+            f"runs on {in_order(devices)}, this is {device.key}": device.key not in devices,
+            f"reads {', '.join(sorted(weights))} weights, these are {problem.weights.name}": True,
+        }
+        decline = Decline.when(checks)
+        return decline.reasons if decline else ()

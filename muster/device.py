@@ -1,14 +1,15 @@
-"""What this machine is: its key for backends to match, its memory, and how fast it reads memory when measured."""
+"""What this machine is: its key for backends to match, its memory and its caches."""
 
 from __future__ import annotations
 
 import os
 import platform
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from muster.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,46 @@ class Device:
         name: the vendor's name for it.
         memory: bytes of memory it has.
         cores: CPU cores this process may use, or streaming multiprocessors.
+        present: it is in this machine; False: one that is only talked about, and nobody knows what is installed there.
     """
 
     key: str
     name: str
     memory: int
     cores: int
+    present: bool = True
 
     @property
     def torch_device(self) -> torch.device:
         """The torch device."""
         return torch.device("cpu" if self.key == "cpu" else "cuda")
+
+
+AMPERE = frozenset({"8.0", "8.6"})
+ADA = frozenset({"8.9"})
+HOPPER = frozenset({"9.0"})
+BLACKWELL = frozenset({"10.0", "10.3"})
+THOR = frozenset({"11.0"})
+BLACKWELL_RTX = frozenset({"12.0", "12.1"})
+"""Compute capabilities by generation. Those of Blackwell's data-centre and graphics chips share no tensor-core
+instructions: a kernel for one says nothing about the other."""
+
+CDNA = frozenset({"gfx942", "gfx950"})
+"""AMD's MI300 and MI350 series."""
+
+COMPUTE_CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
+"""Those that backends declare facts for."""
+
+
+def elsewhere(key: str) -> Device:
+    """A device of that compute capability in no particular machine; its memory and cores are not known and 0.
+
+    Raises:
+        UsageError: not one of `COMPUTE_CAPABILITIES`.
+    """
+    if key not in COMPUTE_CAPABILITIES:
+        raise UsageError("compute capability", found=repr(key), expected=f"one of {', '.join(COMPUTE_CAPABILITIES)}")
+    return Device(key, f"compute capability {key}", 0, 0, present=False)
 
 
 def cpu() -> Device:
@@ -60,16 +90,20 @@ def cuda(index: int = 0) -> Device:
     return Device(key, properties.name, properties.total_memory, properties.multi_processor_count)
 
 
-def read_bandwidth(size: int = 1 << 29, seconds: float = 0.5) -> float:
-    """Bytes per second that all CPU threads together read from memory: the best of several sums over `size` bytes."""
-    buffer = torch.ones(size // 8, dtype=torch.int64)
-    best = float("inf")
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        buffer.sum()
-        best = min(best, time.perf_counter() - start)
-    return size / best
+def last_level_cache(device: torch.device) -> int:
+    """Bytes of the last cache before memory: of every core this process may use together, or of the GPU.
+
+    A virtual machine may show a part of what the processor has. 0 where the system does not say.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    caches: dict[tuple[int, str], int] = {}
+    for index in (found for core in cores for found in Path(f"/sys/devices/system/cpu/cpu{core}/cache").glob("index*")):
+        level, shared_by, size = ((index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+        caches[int(level), shared_by] = int(size.removesuffix("K")) * 1024
+    last = max((level for level, _ in caches), default=0)
+    return sum(size for (level, _), size in caches.items() if level == last)
 
 
 def _processor_name() -> str:

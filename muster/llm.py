@@ -19,12 +19,15 @@ from pathlib import Path
 import torch
 
 from muster import env
+from muster.device import cpu
 from muster.engine.engine import Engine
 from muster.engine.request import Request, RequestOutput, SamplingParams
 from muster.engine.stats import Stats
 from muster.engine.tokenizer import Message, Tokenizer
-from muster.errors import RequestError
+from muster.errors import RequestError, UsageError
+from muster.model.choosing import unproven as choose_unproven
 from muster.model.families import load
+from muster.plan import Choose, Plan
 
 Prompt = str | Sequence[int]
 
@@ -43,6 +46,9 @@ class LLM:
     Args:
         directory: a checkpoint: config.json, safetensors, and a tokenizer unless all prompts are token ids.
         moe_backend: the expert backend by name; None lets the plan choose.
+        plan: which proven backend runs for which token count. None takes the saved plan of this checkpoint or, where
+            its evidence does not count here or there is none, proves and times every backend now, which takes seconds.
+        unproven: choose by declared facts instead, whatever the evidence says.
         max_context: most tokens of prompt and answer together; None takes the model's own limit.
         kv_bytes: bytes of key-value cache; None takes what four sequences of full context need, but no more than a
             quarter of the memory that is free after loading.
@@ -54,6 +60,8 @@ class LLM:
 
     Raises:
         InputError: a bad argument, config or checkpoint, with every problem found.
+        UnprovenError: a part that no proven backend can run, or `moe_backend` is not proven.
+        NumericsError: what the loaded model computes is wrong (`Canary`).
     """
 
     def __init__(
@@ -61,6 +69,8 @@ class LLM:
         directory: str | Path,
         *,
         moe_backend: str | None = None,
+        plan: Plan | None = None,
+        unproven: bool = False,
         max_context: int | None = None,
         kv_bytes: int | None = None,
         page_size: int = 16,
@@ -71,7 +81,8 @@ class LLM:
     ) -> None:
         torch.set_num_threads(env.read().threads if threads is None else threads)
         self._directory = Path(directory)
-        self.decoder = load(self._directory, moe_backend=moe_backend, progress=progress)
+        choose = self._chooser(moe_backend, plan, unproven)
+        self.decoder = load(self._directory, choose=choose, progress=progress)
         self._tokenizer = Tokenizer.open(self._directory) if Tokenizer.present(self._directory) else None
         self.engine = Engine(
             self.decoder,
@@ -82,6 +93,17 @@ class LLM:
             max_batch=max_batch,
             token_budget=token_budget,
         )
+
+    def _chooser(self, moe_backend: str | None, plan: Plan | None, unproven: bool) -> Choose:
+        if plan is not None and (moe_backend is not None or unproven):
+            raise UsageError("plan", found="moe_backend or unproven beside it", expected="one of them")
+        if unproven:
+            return choose_unproven(cpu(), moe_backend)
+        if plan is None:
+            from muster.lab.planner import obtain
+
+            plan = obtain(self._directory, moe_backend=moe_backend)
+        return plan.choice
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -10,13 +10,14 @@ import muster
 ROOT = Path(muster.__file__).parent
 
 BASE = {"errors", "env"}
-COMPUTE = {*BASE, "contract", "device", "formats", "native", "parallel", "workspace"}
+COMPUTE = {*BASE, "contract", "device", "formats", "native", "parallel", "plan", "workspace"}
 RULES = {
     "errors": set(),
     "env": {"errors"},
     "workspace": set(),
     "contract": BASE,
     "device": BASE,
+    "plan": {*BASE, "contract", "device"},
     "formats": BASE,
     "native": {*BASE, "contract", "formats"},
     "parallel": {*BASE, "device"},
@@ -29,8 +30,8 @@ RULES = {
 }
 RULES["server"] = {"engine", *RULES["engine"]}
 RULES["lab"] = {"llm", "model", "engine", *RULES["engine"]}
-RULES["llm"] = {"engine", *RULES["engine"]}
-RULES["console"] = {"llm", *RULES["llm"]}
+RULES["llm"] = {"engine", "lab", *RULES["engine"]}
+RULES["console"] = {"llm", "lab", *RULES["llm"]}
 RULES["cli"] = {"lab", "console", "errors", "__init__"}
 RULES["__init__"] = {"llm", "engine"}
 

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from muster.checkpoint.claimed import Claims
 from muster.checkpoint.names import grouped
-from muster.checkpoint.patterns import Patterns
 from muster.checkpoint.spec import ModelSpec, QuantClaim
 from muster.formats.spec import Format
 
 _SHOWN = 6
 """Groups of modules that one line names before it counts the rest."""
-
-_HEAD_STAYS_PLAIN = ("fp8", "gptq", "awq", "auto-round")
-
-_HARMLESS: Mapping[str, str] = {
-    "gate": "quantisers neither quantise nor list routers",
-    "router": "quantisers neither quantise nor list routers",
-    "shared_expert_gate": "quantisers neither quantise nor list routers",
-    "embed_tokens": "embeddings are not linear layers",
-    "conv1d": "convolutions are not linear layers",
-    "weights_proj": "the indexer's head weights stay unquantised in all releases",
-    "fc": "the draft layer's input projection stays unquantised in most releases",
-    "eh_proj": "the draft layer's input projection stays unquantised in most releases",
-}
-"""Why a plain matrix that no exception list names is no surprise, by the last part of its module's name."""
 
 _VISION = re.compile(r"(model\.)?(visual|vision_tower|vision_model|mm_projector|multi_modal_projector)\.")
 
@@ -68,41 +54,35 @@ def compare(formats: Mapping[str, Format], spec: ModelSpec) -> tuple[tuple[str, 
 
 def _differences(formats: Mapping[str, Format], claim: QuantClaim) -> Iterator[tuple[list[str], _Difference, str]]:
     """Modules alike, how their claim differs from storage, and the pattern that makes the claim."""
-    ignored = Patterns(claim.ignore, claim.source)
-    layers = dict(claim.layers)
-    layered = Patterns(layers, claim.source)
-    for (module, stored), names in _alike(formats, (*claim.ignore, *layers)).items():
+    claims = Claims(claim)
+    for module, stored, names in _alike(formats, claim):
         if _VISION.match(module):
             continue
-        exception = ignored.find(module)
-        layer = layered.find(module) if exception is None else None
-        claimed = None if exception is not None else claim.algorithm if layer is None else layers[layer]
+        claimed, _, pattern = claims.of(module)
         if claimed == stored.name or (claimed is None and not stored.quantised):
             continue
-        if not stored.quantised and ignored.mentions(module):
+        if not stored.quantised and claims.mentions(module):
             continue
-        reason = "" if stored.quantised else _harmless(module, claim)
-        pattern = exception or layer or ""
+        reason = "" if stored.quantised else claims.left_alone(module)
         yield names, _Difference(claimed or "no quantisation", _DIGITS.sub("N", pattern), stored.name, reason), pattern
 
 
-def _alike(formats: Mapping[str, Format], patterns: Iterable[str]) -> dict[tuple[str, Format], list[str]]:
-    """Modules by name and format, those of a layer's experts together unless a pattern names single experts."""
-    single = any(_NAMED_EXPERT.search(pattern) for pattern in patterns)
-    alike: dict[tuple[str, Format], list[str]] = {}
+def names_single_experts(claim: QuantClaim) -> bool:
+    """Whether a pattern tells the experts of a layer apart."""
+    return any(_NAMED_EXPERT.search(pattern) for pattern in (*claim.ignore, *dict(claim.layers)))
+
+
+def _alike(formats: Mapping[str, Format], claim: QuantClaim) -> Iterator[tuple[str, Format, list[str]]]:
+    """Modules with name and format, those of a layer's experts together unless a pattern names single experts."""
+    single = names_single_experts(claim)
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for name, format in formats.items():
-        head, experts, tail = name.partition(".experts.")
-        number, dot, matrix = tail.partition(".")
-        together = f"{head}{experts}0{dot}{matrix}" if number.isdigit() and not single else name
-        alike.setdefault((together, format), []).append(name)
-    return alike
-
-
-def _harmless(module: str, claim: QuantClaim) -> str:
-    """Why it is no surprise that this plain matrix is in no exception list; empty if it is one."""
-    if claim.method in _HEAD_STAYS_PLAIN and module.endswith(("lm_head", "shared_head.head")):
-        return f"{claim.method} checkpoints leave the output head alone"
-    return _HARMLESS.get(module.rpartition(".")[2], "")
+        head, experts, tail = ("", "", "") if single else name.partition(".experts.")
+        number, _, matrix = tail.partition(".")
+        key = (head, matrix, format.name) if experts and number.isdigit() else (name, "", format.name)
+        alike.setdefault(key, []).append(name)
+    for (head, matrix, _), names in alike.items():
+        yield f"{head}.experts.0.{matrix}" if matrix else head, formats[names[0]], names
 
 
 def _by(patterns: list[str]) -> str:

@@ -71,7 +71,10 @@ def _reconcile(one: QuantClaim, other: QuantClaim, c: Fields) -> tuple[QuantClai
             f"{one.source} and {other.source} differ in {len(only)} modules left unquantised ({', '.join(only[:3])}"
             f"{', ...' if len(only) > 3 else ''}); the tensors decide"
         )
-    merged = replace(one, kv_cache=one.kv_cache or other.kv_cache, layers=one.layers or other.layers)
+    inputs = tuple({**dict(other.activations), **dict(one.activations)}.items())
+    merged = replace(
+        one, kv_cache=one.kv_cache or other.kv_cache, layers=one.layers or other.layers, activations=inputs
+    )
     return merged, notes
 
 
@@ -82,6 +85,7 @@ def _claim(c: Fields, method: str, body: Body) -> QuantClaim:
         group=_group(body.algorithm),
         ignore=body.ignore,
         layers=body.layers,
+        activations=body.activations,
         kv_cache=body.kv_cache,
         packing=body.packing,
         source=f"{c.ledger.file}: {c.label()}",

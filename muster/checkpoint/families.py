@@ -28,6 +28,9 @@ from muster.checkpoint.spec import (
 MOST_LAYERS = 4096
 """Far above any published depth; keeps a mistyped number from filling the memory."""
 
+MOST_EXPERTS = 16384
+"""The same for the experts of a layer."""
+
 _SIGMOID_EPSILON = 1e-20
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 
@@ -359,7 +362,7 @@ def _top_k(c: Fields) -> int:
 
 
 def _moe(c: Fields, inner_key: str, routing: RoutingSpec) -> MoESpec:
-    experts = c.whole(*_EXPERTS)
+    experts = c.whole(*_EXPERTS, most=MOST_EXPERTS)
     c.check(
         routing.top_k <= experts, (*_EXPERTS, *_TOP_K), _TOP_K[0], f"{routing.top_k} of {experts} experts", "no more"
     )
@@ -454,17 +457,18 @@ def _agree(c: Fields, one: tuple[str, Sequence[str]], other: tuple[str, Sequence
 
 
 def _nextn(c: Fields) -> int:
-    return c.whole("num_nextn_predict_layers", default=0, least=0)
+    return c.whole("num_nextn_predict_layers", default=0, least=0, most=MOST_LAYERS)
 
 
 def _qwen_drafts(c: Fields) -> int:
     c.same("mtp_use_dedicated_embeddings", False)
-    return c.whole("mtp_num_hidden_layers", default=0, least=0)
+    return c.whole("mtp_num_hidden_layers", default=0, least=0, most=MOST_LAYERS)
 
 
 def _minimax_drafts(c: Fields) -> int:
-    modules = c.whole("num_mtp_modules", default=0, least=0) * c.whole("mtp_transformer_layers", default=1, least=0)
-    return modules if c.flag("use_mtp", default=False) else 0
+    modules = c.whole("num_mtp_modules", default=0, least=0, most=MOST_LAYERS)
+    layers = c.whole("mtp_transformer_layers", default=1, least=0, most=MOST_LAYERS)
+    return modules * layers if c.flag("use_mtp", default=False) else 0
 
 
 def read_dtype(c: Fields, *keys: str, default: str) -> Literal["bf16", "f16", "f32"]:

@@ -74,8 +74,9 @@ def show(value: object, width: int = 80) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 entry`, `3 entries`."""
-    return f"{count} {noun if count == 1 else noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
+    """`1 entry`, `3 entries`, `3 keys`."""
+    several = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2:-1] not in tuple("aeou") else f"{noun}s"
+    return f"{count} {noun if count == 1 else several}"
 
 
 Place = tuple[str, ...]
@@ -179,6 +180,11 @@ class Fields:
     def stated(self, key: str) -> bool:
         """Whether the key is there and not null."""
         return self._find(self._full(key)) is not None
+
+    def raw(self, key: str) -> object:
+        """The value as it is, known from now on; None where there is none."""
+        self.waive(key)
+        return self._find(self._full(key))
 
     def same(self, key: str, *allowed: object) -> None:
         """The key must be absent, null or one of `allowed`, because nothing else is implemented."""

@@ -134,9 +134,9 @@ def is_lfs_pointer(text: bytes) -> bool:
     return text.startswith(_LFS_START)
 
 
-def unreadable(file: Path, error: OSError) -> CheckpointError:
-    """The problem of a file that the operating system refuses to read."""
-    return CheckpointError(str(file), found=error.strerror or str(error), expected="a file that can be read")
+def unreadable(file: Path, error: OSError, noun: str = "a file") -> CheckpointError:
+    """The problem of a file or a directory that the operating system refuses to read."""
+    return CheckpointError(shown(str(file)), found=error.strerror or str(error), expected=f"{noun} that can be read")
 
 
 def _length_problem(file: Path, size: int, length: int) -> CheckpointError | None:
@@ -165,6 +165,9 @@ def _bad_json(file: Path, found: str) -> CheckpointError:
     )
 
 
+_FIELDS = itemgetter("dtype", "shape", "data_offsets")
+
+
 def _check(file: Path, file_size: int, base: int, table: dict[str, Any]) -> Header:
     metadata = table.pop("__metadata__", {})
     entries: dict[str, TensorEntry] = {}
@@ -173,9 +176,11 @@ def _check(file: Path, file_size: int, base: int, table: dict[str, Any]) -> Head
         bad.append(CheckpointError(f"{file}: __metadata__", found=type(metadata).__name__, expected="an object"))
     # Checkpoints have many tensors of few shapes: each (dtype, shape) is checked once.
     known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int] | None] = {}
+    at, in_order = 0, True
     for name, fields in table.items():
         try:
-            dtype, axes, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+            dtype, shape, (begin, end) = _FIELDS(fields)
+            axes = tuple(shape)
             kind = known.get((dtype, axes))
             if kind is None:
                 kind = known[dtype, axes] = _kind(dtype, axes)
@@ -183,6 +188,8 @@ def _check(file: Path, file_size: int, base: int, table: dict[str, Any]) -> Head
                 dtype, axes, size = kind
                 if end - begin == size:
                     entries[name] = TensorEntry(name, dtype, axes, file, base + begin, base + end)
+                    in_order = in_order and begin == at
+                    at = end
                     continue
         except (KeyError, TypeError, ValueError):
             pass
@@ -190,7 +197,7 @@ def _check(file: Path, file_size: int, base: int, table: dict[str, Any]) -> Head
     problems = bad[:_LISTED]
     if len(bad) > _LISTED:
         problems.append(CheckpointError(str(file), found=f"{len(bad) - _LISTED:,} more entries like these"))
-    if len(entries) == len(table):
+    if len(entries) == len(table) and not (in_order and base + at == file_size):
         problems += _place_problems(file, file_size, base, entries)
     return Header(file, entries, problems)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -62,19 +63,16 @@ class CheckpointIndex:
             CheckpointError: everything that is wrong with the directory, the index and the files, at once.
         """
         directory = Path(directory)
-        if not directory.is_dir():
-            found = "a file" if directory.exists() else "nothing"
-            raise CheckpointError(str(directory), found=found, expected="a checkpoint directory")
-        present = sorted(path for path in directory.iterdir() if path.name.endswith(".safetensors"))
-        index = _index_file(directory)
-        problems: list[CheckpointError] = []
-        with _collector_at_rest():
+        files = _files_of(directory)
+        present = [path for path in files if path.name.endswith(".safetensors")]
+        index, problems = _index_file(directory, files)
+        with collector_at_rest():
             if index is not None:
                 headers, problems = _listed(index, present)
-            elif len(present) == 1:
-                headers = [read_header(present[0])]
             else:
-                raise _no_index(directory, present)
+                headers = [read_header(path) for path in present]
+                if len(present) != 1:
+                    problems.append(_no_index(directory, files, present))
             tensors, disagreements = _union(headers)
         problems += [problem for header in headers for problem in header.problems]
         error = CheckpointError.gather(f"checkpoint {directory}", problems + disagreements)
@@ -206,7 +204,7 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype:
 
 
 @contextmanager
-def _collector_at_rest() -> Iterator[None]:
+def collector_at_rest() -> Iterator[None]:
     """Headers make a million containers and no cycle; looking for cycles would take as long as the rest."""
     active = gc.isenabled()
     gc.disable()
@@ -217,18 +215,32 @@ def _collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-def _index_file(directory: Path) -> Path | None:
-    if (directory / INDEX_NAME).exists():
-        return directory / INDEX_NAME
-    others = sorted(directory.glob("*.safetensors.index.json"))
-    if len(others) > 1:
-        raise CheckpointError(
-            str(directory), found=f"{len(others)} indexes: {_files(others)}", expected=f"one, named {INDEX_NAME}"
-        )
-    return others[0] if others else None
+def _files_of(directory: Path) -> list[Path]:
+    """What the directory holds.
+
+    Raises:
+        CheckpointError: it is none, or cannot be read.
+    """
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        found = "a file" if isinstance(error, NotADirectoryError) else "nothing"
+        raise CheckpointError(str(directory), found=found, expected="a checkpoint directory") from error
+    except OSError as error:
+        raise unreadable(directory, error, "a directory") from error
 
 
-def _no_index(directory: Path, present: Sequence[Path]) -> CheckpointError:
+def _index_file(directory: Path, files: Sequence[Path]) -> tuple[Path | None, list[CheckpointError]]:
+    """The index, or None; and what is wrong when there are several and none has the usual name."""
+    indexes = [path for path in files if path.name.endswith(".safetensors.index.json")]
+    usual = [path for path in indexes if path.name == INDEX_NAME]
+    if len(indexes) > 1 and not usual:
+        found = f"{len(indexes)} indexes: {_files(indexes)}"
+        return None, [CheckpointError(str(directory), found=found, expected=f"one, named {INDEX_NAME}")]
+    return next(iter(usual or indexes), None), []
+
+
+def _no_index(directory: Path, files: Sequence[Path], present: Sequence[Path]) -> CheckpointError:
     if present:
         return CheckpointError(
             f"checkpoint {directory}",
@@ -236,7 +248,7 @@ def _no_index(directory: Path, present: Sequence[Path]) -> CheckpointError:
             expected=f"{INDEX_NAME}, which says what each file holds, or a single file",
             hint=f"download {INDEX_NAME}; leave out files that are not part of the checkpoint",
         )
-    foreign = sorted(path for path in directory.iterdir() if path.suffix in _FOREIGN)
+    foreign = [path for path in files if path.suffix in _FOREIGN]
     return CheckpointError(
         f"checkpoint {directory}",
         found=f"no safetensors file, only {_files(foreign)}" if foreign else "no safetensors file",
@@ -255,18 +267,15 @@ def _listed(index: Path, present: Sequence[Path]) -> tuple[list[Header], list[Ch
     weight_map, total, problems = _read_index(index)
     if weight_map is None:
         return [read_header(path) for path in present], problems
-    expected: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        expected.setdefault(file, []).append(name)
-
+    expected = Counter(weight_map.values())
     headers: list[Header] = []
     plain = _plain_names(expected)
-    for file, names in expected.items():
+    for file, count in expected.items():
         if file not in plain:
             problems.append(
                 CheckpointError(
                     f"{index}: weight_map",
-                    found=f"file name {shown(repr(file))} ({len(names):,} tensors)",
+                    found=f"file name {shown(repr(file))} ({count:,} tensors)",
                     expected="the name of a .safetensors file in the same directory",
                 )
             )
@@ -275,7 +284,7 @@ def _listed(index: Path, present: Sequence[Path]) -> tuple[list[Header], list[Ch
                 CheckpointError(
                     str(index.parent / file),
                     found="no such file",
-                    expected=f"a shard with {len(names):,} tensors, by {index.name}",
+                    expected=f"a shard with {count:,} tensors, by {index.name}",
                     hint="download it",
                 )
             )
@@ -339,19 +348,23 @@ def _read_index(index: Path) -> tuple[dict[str, str] | None, int | None, list[Ch
 
 
 def _map_problems(
-    index: Path, weight_map: Mapping[str, str], expected: Mapping[str, Sequence[str]], headers: Sequence[Header]
+    index: Path, weight_map: Mapping[str, str], expected: Mapping[str, int], headers: Sequence[Header]
 ) -> list[CheckpointError]:
     """Tensors that the index places in a file that lacks them, and tensors that it does not place there."""
     readable = {header.file.name: header.entries for header in headers if header.entries is not None}
-    unlike = {file for file, entries in readable.items() if entries.keys() != set(expected[file])}
+    unlike = {
+        file
+        for file, entries in readable.items()
+        if len(entries) != expected[file] or not all(weight_map.get(name) == file for name in entries)
+    }
     if not unlike:
         return []
     holder = {name: file for file, entries in readable.items() for name in entries}
     missing: dict[tuple[str, str | None], list[str]] = {}
     unlisted: dict[str, list[str]] = {}
     for file in sorted(unlike):
-        for name in expected[file]:
-            if name not in readable[file]:
+        for name, place in weight_map.items():
+            if place == file and name not in readable[file]:
                 missing.setdefault((file, holder.get(name)), []).append(name)
         extra = [name for name in readable[file] if name not in weight_map]
         if extra:
@@ -381,8 +394,9 @@ def _union(headers: Sequence[Header]) -> tuple[dict[str, TensorEntry], list[Chec
     twice: dict[tuple[str, str], list[str]] = {}
     for header in headers:
         entries = header.entries or {}
-        for name in tensors.keys() & entries.keys():
-            twice.setdefault((tensors[name].file.name, header.file.name), []).append(name)
+        if not tensors.keys().isdisjoint(entries):
+            for name in tensors.keys() & entries.keys():
+                twice.setdefault((tensors[name].file.name, header.file.name), []).append(name)
         tensors.update(entries)
     return tensors, [
         CheckpointError(group, found=f"it in both {first} and {second}", expected="it in one file")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muster.checkpoint import experts
 from muster.checkpoint.accounting import Accounting, Books
-from muster.checkpoint.config import read_spec
+from muster.checkpoint.directory import read_directory
 from muster.checkpoint.experts import ExpertTensors, RouterTensors
 from muster.checkpoint.index import CheckpointIndex
 from muster.checkpoint.names import ExpertNames, Names, Waiver
@@ -71,13 +71,12 @@ class Loader:
             progress: told how many bytes have been read.
 
         Raises:
-            ConfigError: config.json and its neighbours.
-            CheckpointError: the files and their index.
+            InputError: everything that is wrong with config, files and index, as `read_directory`; then matrices that
+                fit no dialect, as `survey`.
         """
         directory = Path(directory)
-        spec = read_spec(directory)
-        index = CheckpointIndex.open(directory)
-        return cls(spec, index, survey(index, spec), draft=draft, progress=progress)
+        reading, index = read_directory(directory)
+        return cls(reading.spec, index, survey(index, reading.spec), draft=draft, progress=progress)
 
     @property
     def sound(self) -> bool:
@@ -111,14 +110,14 @@ class Loader:
 
     def experts(self, layer: int, moe: MoESpec) -> ExpertTensors:
         """The routed experts of a layer, stacked, whatever their layout on disk."""
-        root, paths = self._expert_layer(layer)
+        root, paths = self.expert_layer(layer)
         tensors = experts.read_experts(self._reader, root, paths, moe, self.spec.hidden)
         self._report()
         return tensors
 
     def router(self, layer: int, moe: MoESpec) -> RouterTensors:
         """The gate of an expert layer, in its stored dtypes."""
-        root, paths = self._expert_layer(layer)
+        root, paths = self.expert_layer(layer)
         return experts.read_router(self._reader, root, paths, moe, self.spec.hidden)
 
     def waive(self, pattern: str, reason: str) -> None:
@@ -134,7 +133,7 @@ class Loader:
         """
         return self._books.close()
 
-    def _expert_layer(self, layer: int) -> tuple[str, ExpertNames]:
+    def expert_layer(self, layer: int) -> tuple[str, ExpertNames]:
         """A layer's root and how its expert layer is named: the first way of the family that finds a router."""
         root, ways = self.names.layer(layer), self.names.family.experts
         return root, next((way for way in ways if f"{root}.{way.router}.weight" in self.index.tensors), ways[0])

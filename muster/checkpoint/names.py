@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from muster.checkpoint.spec import AttentionSpec, DenseSpec, GatedDelta, GroupedAttention, ModelSpec
+from muster.checkpoint.spec import ModelSpec
 
 _LONGEST_SHOWN = 200
 
@@ -75,12 +75,14 @@ class FamilyNames:
         experts: how its expert layers are named, the published way first.
         head: module of the output projection.
         draft: where draft (MTP) layers live: after the last decoder layer, under `mtp.`, or nowhere.
+        draft_copies: draft layers hold copies of the embedding and the output head.
         waived: tensors that text generation does not need.
     """
 
     experts: tuple[ExpertNames, ...] = (_STANDARD,)
     head: str = "lm_head"
     draft: Literal["none", "after", "mtp"] = "none"
+    draft_copies: bool = False
     waived: tuple[Waiver, ...] = ()
 
 
@@ -90,20 +92,22 @@ _KV_SCALES = tuple(
     Waiver(f"*.{name}", "the key-value cache is not quantised")
     for name in ("k_proj.k_scale", "v_proj.v_scale", "attn.k_scale", "attn.v_scale", "self_attn.kv_scale")
 )
-_AFTER = FamilyNames(draft="after")
+_DEEPSEEK = FamilyNames(draft="after", draft_copies=True)
+_QWEN_HYBRID = FamilyNames(experts=(_QWEN,), draft="mtp")
 
 FAMILIES: Mapping[str, FamilyNames] = MappingProxyType(
     {
         "mixtral": FamilyNames(experts=(_BLOCK_SPARSE, _STANDARD)),
         "olmoe": FamilyNames(),
         "qwen3_moe": FamilyNames(experts=(_QWEN,)),
-        "qwen3_next": FamilyNames(experts=(_QWEN,), draft="mtp"),
-        "qwen3_5_moe": FamilyNames(experts=(_QWEN,), draft="mtp", waived=(Waiver("model.visual.*", _VISION),)),
-        "glm4_moe": _AFTER,
-        "glm_moe_dsa": _AFTER,
-        "deepseek_v3": _AFTER,
-        "deepseek_v32": _AFTER,
-        "kimi_k2": _AFTER,
+        "qwen3_next": _QWEN_HYBRID,
+        "qwen3_5_moe": replace(_QWEN_HYBRID, waived=(Waiver("model.visual.*", _VISION),)),
+        "qwen3_5_moe_text": _QWEN_HYBRID,
+        "glm4_moe": _DEEPSEEK,
+        "glm_moe_dsa": FamilyNames(draft="after"),
+        "deepseek_v3": _DEEPSEEK,
+        "deepseek_v32": _DEEPSEEK,
+        "kimi_k2": _DEEPSEEK,
         "kimi_k25": FamilyNames(
             head="language_model.lm_head",
             draft="after",
@@ -169,57 +173,6 @@ class Names:
         return waivers
 
 
-def attention_parts(attention: AttentionSpec) -> tuple[str, ...]:
-    """The tensors of an attention block without quantisation, relative to the layer."""
-    if isinstance(attention, GatedDelta):
-        return tuple(f"linear_attn.{part}" for part in _gated_delta_parts(attention))
-    if isinstance(attention, GroupedAttention):
-        return tuple(f"self_attn.{part}" for part in _grouped_parts(attention))
-    parts = [
-        *(f"{part}.weight" for part in ("q_a_proj", "q_a_layernorm", "q_b_proj")),
-        *(f"{part}.weight" for part in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")),
-    ]
-    if attention.indexer is not None and not attention.indexer.shared:
-        parts += ["indexer.wq_b.weight", "indexer.wk.weight", "indexer.weights_proj.weight"]
-        parts += ["indexer.k_norm.weight", "indexer.k_norm.bias"]
-    return tuple(f"self_attn.{part}" for part in parts)
-
-
-def layer_tensors(names: Names, layer: int) -> tuple[str, ...]:
-    """Every tensor of a decoder layer as published in bf16 with one matrix per expert."""
-    spec = names.spec.layers[layer]
-    parts = ["input_layernorm.weight", "post_attention_layernorm.weight", *attention_parts(spec.attention)]
-    if isinstance(spec.feed_forward, DenseSpec):
-        parts += [f"mlp.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")]
-    else:
-        moe, paths = spec.feed_forward, names.family.experts[0]
-        parts += [f"{paths.router}.weight"] + ([f"{paths.router}.bias"] if moe.routing.gate_bias else [])
-        parts += [paths.selection_bias] if moe.routing.selection_bias else []
-        for expert in range(moe.experts):
-            parts += [f"{paths.experts}.{expert}.{part}.weight" for part in (paths.gate, paths.up, paths.down)]
-        if moe.shared is not None:
-            parts += [f"{paths.shared}.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")]
-            parts += [f"{paths.shared_gate}.weight"] if moe.shared.gated else []
-    root = names.layer(layer)
-    return tuple(f"{root}.{part}" for part in parts)
-
-
-def _gated_delta_parts(attention: GatedDelta) -> tuple[str, ...]:
-    inputs = ("qkvz", "ba") if attention.fused else ("qkv", "z", "a", "b")
-    return (
-        *(f"in_proj_{part}.weight" for part in inputs),
-        *("conv1d.weight", "A_log", "dt_bias", "norm.weight", "out_proj.weight"),
-    )
-
-
-def _grouped_parts(attention: GroupedAttention) -> tuple[str, ...]:
-    parts = [f"{part}_proj.weight" for part in "qkvo"]
-    parts += [f"{part}_proj.bias" for part in "qkv"] if attention.qkv_bias else []
-    parts += ["o_proj.bias"] if attention.output_bias else []
-    parts += ["q_norm.weight", "k_norm.weight"] if attention.qk_norm != "none" else []
-    return (*parts, "sinks") if attention.sinks else tuple(parts)
-
-
 def shown(text: str) -> str:
     """A name fit for a message: printable, and not longer than a few lines."""
     text = text if text.isprintable() else ascii(text)
@@ -262,11 +215,12 @@ def _spell(form: str, block: tuple[tuple[int, ...], ...], noun: str) -> str:
     text, count = form, 1
     for axis in block:
         count *= len(axis)
-        text = text.replace("\0", str(axis[0]) if len(axis) == 1 else f"{{{_ranges(axis)}}}", 1)
+        text = text.replace("\0", str(axis[0]) if len(axis) == 1 else f"{{{ranges(axis)}}}", 1)
     return shown(text) + (f" ({count:,} {noun})" if count > 1 else "")
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
+    """Rising numbers in few words: `0-2,7`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

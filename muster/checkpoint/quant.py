@@ -25,12 +25,16 @@ class Stored(NamedTuple):
         format: what their bits mean.
         shape: the logical shape `[..., N, K]`.
         parts: tensor names by part (`weight`, `weight_scale`, ...).
+        nbytes: bytes of its tensors.
+        likeness: a number that matrices share whose parts, dtypes and shapes are the same.
     """
 
     dialect: Dialect
     format: Format
     shape: tuple[int, ...]
     parts: Mapping[str, str]
+    nbytes: int
+    likeness: int
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,13 @@ class Survey:
             gpt-oss's are modules of their own.
         disagreements: one line for each kind of difference between the config's claim and the tensors, which win.
         notes: the same for differences that published checkpoints are known to have without harm.
+        others: the tensors that are part of no matrix (norms, biases, lone vectors).
     """
 
     modules: Mapping[str, Stored]
     disagreements: tuple[str, ...]
     notes: tuple[str, ...]
+    others: tuple[TensorEntry, ...] = ()
 
 
 def survey(index: CheckpointIndex, spec: ModelSpec) -> Survey:
@@ -61,16 +67,20 @@ def survey(index: CheckpointIndex, spec: ModelSpec) -> Survey:
     modules: dict[str, Stored] = {}
     wrong: dict[tuple[str, str], list[str]] = {}
     known: dict[tuple[tuple[str, str, tuple[int, ...]], ...], _Kind | _Fault] = {}
-    for module, parts in _collect(index.tensors.values()).items():
+    collected, others = _collect(index.tensors.values())
+    for module, parts in collected.items():
         signature = tuple([(part, entry.dtype, entry.shape) for part, entry in parts.items()])
         kind = known.get(signature)
         if kind is None:
-            kind = known[signature] = _identify(parts, gptq_v2)
-        if isinstance(kind, _Fault):
-            if kind.found:
-                wrong.setdefault((kind.found, kind.expected), []).append(module)
-            continue
-        modules[module] = Stored(*kind, {part: entry.name for part, entry in parts.items()})
+            kind = known[signature] = _identify(parts, gptq_v2, len(known))
+        if isinstance(kind, _Kind):
+            dialect, format, shape, nbytes, likeness = kind
+            names = {part: entry.name for part, entry in parts.items()}
+            modules[module] = Stored(dialect, format, shape, names, nbytes, likeness)
+        elif kind.found:
+            wrong.setdefault((kind.found, kind.expected), []).append(module)
+        else:
+            others += parts.values()
     problems = [
         CheckpointError(name, found=found, expected=expected)
         for (found, expected), names in wrong.items()
@@ -80,13 +90,15 @@ def survey(index: CheckpointIndex, spec: ModelSpec) -> Survey:
     if error is not None:
         raise error
     disagreements, notes = compare({name: stored.format for name, stored in modules.items()}, spec)
-    return Survey(MappingProxyType(modules), disagreements, notes)
+    return Survey(MappingProxyType(modules), disagreements, notes, tuple(others))
 
 
 class _Kind(NamedTuple):
     dialect: Dialect
     format: Format
     shape: tuple[int, ...]
+    nbytes: int
+    likeness: int
 
 
 class _Fault(NamedTuple):
@@ -115,15 +127,17 @@ _STACKED = {
 _STACKED_NAME = re.compile(r"(.*\.experts\.(?:gate_up_proj|down_proj|gate_proj|up_proj|w13|w1|w2|w3))(_\w+)?")
 
 
-def _collect(entries: Iterable[TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
-    """The tensors of each module, by part; tensors that are part of no matrix are left out."""
+def _collect(entries: Iterable[TensorEntry]) -> tuple[dict[str, dict[str, TensorEntry]], list[TensorEntry]]:
+    """The tensors of each module, by part; and those whose names are no part of a matrix."""
     modules: dict[str, dict[str, TensorEntry]] = {}
+    others: list[TensorEntry] = []
     for entry in entries:
         module, _, part = entry.name.rpartition(".")
         if part not in _DOTTED:
             stacked = _STACKED_NAME.fullmatch(entry.name) if ".experts." in entry.name else None
             suffix = stacked[2] or "" if stacked else None
             if stacked is None or suffix not in _STACKED:
+                others.append(entry)
                 continue
             module, part = stacked[1], _STACKED[suffix]
         parts = modules.get(module)
@@ -131,10 +145,10 @@ def _collect(entries: Iterable[TensorEntry]) -> dict[str, dict[str, TensorEntry]
             modules[module] = {part: entry}
         else:
             parts[part] = entry
-    return modules
+    return modules, others
 
 
-def _identify(parts: Mapping[str, TensorEntry], gptq_v2: bool) -> _Kind | _Fault:
+def _identify(parts: Mapping[str, TensorEntry], gptq_v2: bool, likeness: int) -> _Kind | _Fault:
     if parts.keys() == {"weight"} and len(parts["weight"].shape) < 2:
         return _Fault()
     dialect = detect(parts)
@@ -143,7 +157,8 @@ def _identify(parts: Mapping[str, TensorEntry], gptq_v2: bool) -> _Kind | _Fault
     if dialect is Dialect.GPTQ and gptq_v2:
         dialect = Dialect.GPTQ_V2
     try:
-        return _Kind(dialect, format_of(dialect, parts), shape_of(dialect, parts))
+        nbytes = sum(entry.nbytes for entry in parts.values())
+        return _Kind(dialect, format_of(dialect, parts), shape_of(dialect, parts), nbytes, likeness)
     except (FormatError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{part} {list(entry.shape)}" for part, entry in parts.items())
         return _Fault(f"{shapes} ({error})", f"the shapes of {dialect.value}")

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from muster.checkpoint.fields import Fields, show
+from muster.checkpoint.spec import Activations
 
 _EVERY_LINEAR = "Linear"
 """compressed-tensors' and modelopt's target for every linear layer."""
 
-_MODELOPT: Mapping[str, str] = {
-    "NVFP4": "nvfp4",
-    "W4A16_NVFP4": "nvfp4",
-    "FP8": "fp8-tensor",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8-channel",
-    "FP8_PB_WO": "fp8-block",
+_MODELOPT: Mapping[str, tuple[str, Activations]] = {
+    "NVFP4": ("nvfp4", "static"),
+    "W4A16_NVFP4": ("nvfp4", "none"),
+    "FP8": ("fp8-tensor", "static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8-channel", "dynamic"),
+    "FP8_PB_WO": ("fp8-block", "none"),
 }
 _MIXED = "MIXED_PRECISION"
 
@@ -35,6 +36,7 @@ class Body:
     algorithm: str | None
     ignore: tuple[str, ...] = ()
     layers: tuple[tuple[str, str], ...] = ()
+    activations: tuple[tuple[str, Activations], ...] = ()
     kv_cache: str | None = None
     packing: str | None = None
 
@@ -43,7 +45,9 @@ def _fp8(c: Fields) -> Body:
     c.same("fmt", "e4m3", "float8_e4m3fn")
     block = c.numbers("weight_block_size")
     c.check(block in (None, (128, 128)), ("weight_block_size",), "weight_block_size", show(block), "[128, 128]")
-    return Body("fp8-tensor" if block is None else "fp8-block", _unconverted(c, "ignored_layers"))
+    scheme: Activations = "static" if c.text("activation_scheme") == "static" else "dynamic"
+    algorithm = "fp8-tensor" if block is None else "fp8-block"
+    return Body(algorithm, _unconverted(c, "ignored_layers"), activations=(("", scheme),))
 
 
 def _mxfp4(c: Fields) -> Body:
@@ -67,23 +71,25 @@ def _modelopt_weights(c: Fields) -> Body:
         return _groups(c, _float_scheme)
     c.waive("config_groups", "group_size")
     if name.upper() != _MIXED:
-        return Body(_modelopt_algorithm(c))
+        algorithm, scheme = _modelopt_algorithm(c)
+        return Body(algorithm, activations=(("", scheme),))
     modules = c.entries("quantized_layers")
     c.check(bool(modules), ("quantized_layers",), "quantized_layers", "nothing", f"the layers of {_MIXED}")
-    layers = tuple((module, _modelopt_algorithm(c.under("quantized_layers", module))) for module in modules)
-    return Body(None, layers=layers)
+    schemes = {module: _modelopt_algorithm(c.under("quantized_layers", module)) for module in modules}
+    layers = tuple((module, format) for module, (format, _) in schemes.items())
+    return Body(None, layers=layers, activations=tuple((module, inputs) for module, (_, inputs) in schemes.items()))
 
 
-def _modelopt_algorithm(c: Fields) -> str:
-    """The format that `quant_algo` names."""
+def _modelopt_algorithm(c: Fields) -> tuple[str, Activations]:
+    """The format that `quant_algo` names, and what it does to inputs."""
     name = c.text("quant_algo") or ""
-    algorithm = _MODELOPT.get(name.upper())
+    algorithm, inputs = _MODELOPT.get(name.upper(), ("", "none"))
     known = f"one of {', '.join((*_MODELOPT, _MIXED))}"
     hint = "its tensors could not be decoded; use a release in one of these formats"
-    c.check(algorithm is not None, ("quant_algo",), "quant_algo", show(name), known, hint)
+    c.check(bool(algorithm), ("quant_algo",), "quant_algo", show(name), known, hint)
     group = c.maybe_whole("group_size")
     c.check(algorithm != "nvfp4" or group in (None, 16), ("group_size",), "group_size", show(group), "16 for NVFP4")
-    return algorithm or "nvfp4"
+    return algorithm or "nvfp4", inputs
 
 
 def _kv_cache(c: Fields) -> str | None:
@@ -111,15 +117,25 @@ def _groups(c: Fields, scheme: Callable[[Fields], str]) -> Body:
     names = c.entries("config_groups")
     c.check(bool(names), ("config_groups",), "config_groups", "nothing", "one group or more")
     claims: list[tuple[str, str]] = []
+    inputs: dict[str, Activations] = {}
     for name in names:
         group = c.under("config_groups", name)
         algorithm = scheme(group)
-        claims += [(target, algorithm) for target in group.names("targets") or (_EVERY_LINEAR,)]
+        targets = group.names("targets") or (_EVERY_LINEAR,)
+        claims += [(target, algorithm) for target in targets]
+        inputs |= dict.fromkeys(("" if target == _EVERY_LINEAR else target for target in targets), _inputs(group))
     whole = sorted({algorithm for target, algorithm in claims if target == _EVERY_LINEAR})
     found = f"{' and '.join(whole)} for {_EVERY_LINEAR}"
     c.check(len(whole) <= 1, ("config_groups",), "config_groups", found, "one format for it")
     layers = tuple(claim for claim in claims if claim[0] != _EVERY_LINEAR)
-    return Body(whole[0] if whole else None, layers=layers)
+    return Body(whole[0] if whole else None, layers=layers, activations=tuple(inputs.items()))
+
+
+def _inputs(group: Fields) -> Activations:
+    """What a group does to inputs; "local" scales blocks as they come, beside one stored scale for the tensor."""
+    if not group.has_object("input_activations"):
+        return "none"
+    return "dynamic" if group.raw("input_activations.dynamic") is True else "static"
 
 
 def _float_scheme(group: Fields) -> str:

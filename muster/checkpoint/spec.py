@@ -168,6 +168,33 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class VisionSpec:
+    """Qwen3.5's vision tower, counted but never run.
+
+    Attributes:
+        depth, hidden, inner: blocks, width, feed-forward width.
+        channels, patch, temporal_patch: what one patch covers.
+        merge: patches merged along each side.
+        positions: learned position embeddings.
+        out: width it hands to the decoder.
+    """
+
+    depth: int
+    hidden: int
+    inner: int
+    channels: int
+    patch: int
+    temporal_patch: int
+    merge: int
+    positions: int
+    out: int
+
+
+Activations = Literal["none", "dynamic", "static"]
+"""What a scheme does to a layer's input: nothing, quantise it as it comes, or with a scale that is stored."""
+
+
+@dataclass(frozen=True)
 class QuantClaim:
     """What the config claims about quantisation; the tensors outrank it.
 
@@ -178,6 +205,7 @@ class QuantClaim:
         group: group size along K, None where the method has none.
         ignore: modules it claims to leave alone, patterns as written.
         layers: claims for single modules or patterns: (pattern, format name).
+        activations: what is claimed of inputs: (pattern of `layers`, or "" for the algorithm; activations).
         kv_cache: format it claims for the key-value cache.
         packing: variant of the method that the tensors alone do not show (`gptq_v2`: zero points as they are).
         source: file and key, for messages.
@@ -188,6 +216,7 @@ class QuantClaim:
     group: int | None
     ignore: tuple[str, ...]
     layers: tuple[tuple[str, str], ...] = ()
+    activations: tuple[tuple[str, Activations], ...] = ()
     kv_cache: str | None = None
     packing: str | None = None
     source: str = "config.json: quantization_config"
@@ -211,6 +240,7 @@ class ModelSpec:
         draft_layers: MTP layers the config declares.
         bos_ids, eos_ids: special tokens, union of config.json's and generation_config.json's.
         quant: the quantisation claim, None when there is none.
+        vision: the vision tower, None when there is none or its shapes are not known.
     """
 
     family: str
@@ -228,3 +258,4 @@ class ModelSpec:
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
     quant: QuantClaim | None
+    vision: VisionSpec | None = None

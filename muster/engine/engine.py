@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from muster.device import free_memory
+from muster.engine import canary
 from muster.engine.batch import build
 from muster.engine.executor import Executor
 from muster.engine.pages import PagePool
@@ -20,6 +21,7 @@ from muster.engine.text import TextStream
 from muster.engine.tokenizer import Tokenizer
 from muster.errors import NumericsError, RequestError, UsageError
 from muster.model.decoder import Decoder
+from muster.plan import Role
 
 _DEFAULT_SEQUENCES = 4
 _DEFAULT_MEMORY_FRACTION = 0.25
@@ -40,6 +42,7 @@ class Engine:
 
     Raises:
         UsageError: every argument that cannot be used, at once.
+        NumericsError: what the decoder computes is wrong; everything the canary saw.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class Engine:
             kv_bytes=int(free_memory() * _DEFAULT_MEMORY_FRACTION) if kv_bytes is None else kv_bytes,
             most_tokens=self.context * min(max_batch, _DEFAULT_SEQUENCES if kv_bytes is None else max_batch),
         )
+        canary.sing(decoder)
         self._scheduler = Scheduler(PagePool(self._executor.pages, page_size), max_batch, token_budget)
-        self._sums = Stats(backends=decoder.plan.backends, weight_bytes_per_token=decoder.token_bytes)
+        self._sums = Stats(backends=decoder.plan.backends(Role.EXPERTS), weight_bytes_per_token=decoder.token_bytes)
 
     @property
     def limit(self) -> int:

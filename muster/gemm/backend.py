@@ -11,9 +11,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from muster.contract import Decline, Package, missing_packages
+from muster.contract import Decline, Package, in_order, missing_packages
 from muster.device import Device
 from muster.formats.matrix import QuantMatrix
+from muster.formats.rounding import EXACT, Rounding
 from muster.gemm.problem import LinearProblem
 from muster.workspace import Workspace
 
@@ -30,10 +31,11 @@ class LinearFacts:
         bias: takes a bias.
         deterministic: the same inputs give the same bits.
         batch_invariant: the answer for a token does not depend on the other tokens of the call.
-        columns_multiple: alignment of K.
+        columns_multiple, rows_multiple: alignment of K and N.
         max_tokens: the largest T it is meant for; None: any.
         packages: what must be installed.
         kernels: names of the kernels it launches.
+        rounding: where it rounds besides its sums and its output; the judge follows it.
     """
 
     devices: frozenset[str]
@@ -44,14 +46,16 @@ class LinearFacts:
     deterministic: bool = False
     batch_invariant: bool = False
     columns_multiple: int = 1
+    rows_multiple: int = 1
     max_tokens: int | None = None
     packages: tuple[Package, ...] = ()
     kernels: tuple[str, ...] = ()
+    rounding: Rounding = EXACT
 
     def decline(self, problem: LinearProblem, device: Device) -> Decline | None:
         """Every declared fact that `problem` on `device` breaks; None when all hold."""
         checks = {
-            f"runs on {', '.join(sorted(self.devices))}, this is {device.key}": device.key not in self.devices,
+            f"runs on {in_order(self.devices)}, this is {device.key}": device.key not in self.devices,
             f"reads {', '.join(sorted(self.weights))} weights, these are {problem.weights.name}": (
                 problem.weights.family not in self.weights
             ),
@@ -63,8 +67,9 @@ class LinearFacts:
             f"needs columns % {self.columns_multiple} == 0, found {problem.columns}": (
                 problem.columns % self.columns_multiple != 0
             ),
+            f"needs rows % {self.rows_multiple} == 0, found {problem.rows}": problem.rows % self.rows_multiple != 0,
         }
-        checks |= dict.fromkeys(missing_packages(self.packages), True)
+        checks |= dict.fromkeys(missing_packages(self.packages) if device.present else (), True)
         return Decline.when(checks)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from muster.checkpoint import shapes
 from muster.checkpoint.index import CheckpointIndex
-from muster.checkpoint.names import ExpertNames, Names, attention_parts, grouped
+from muster.checkpoint.names import ExpertNames, Names, grouped
 from muster.checkpoint.quant import Survey
 from muster.checkpoint.spec import MoESpec
 from muster.errors import CheckpointError, UsageError
@@ -162,13 +163,8 @@ def _has_shape(survey: Survey, module: str, shape: tuple[int, ...], problems: li
 
 
 def _linears(names: Names, survey: Survey, layer: int) -> Iterator[Target]:
-    root, spec = names.layer(layer), names.spec.layers[layer]
-    parts = [part.removesuffix(".weight") for part in attention_parts(spec.attention)]
-    blocks = ["mlp"]
-    if isinstance(spec.feed_forward, MoESpec):
-        blocks = [names.family.experts[0].shared] if spec.feed_forward.shared is not None else []
-    parts += [f"{block}.{part}_proj" for block in blocks for part in ("gate", "up", "down")]
-    for part in parts:
-        stored = survey.modules.get(f"{root}.{part}")
-        if stored is not None and len(stored.shape) == 2 and part.rpartition(".")[2] not in _LEFT_ALONE:
-            yield Target(f"{root}.{part}", stored.parts["weight"], *stored.shape)
+    for parameter in shapes.decoder_layer(names, layer, stacked=False):
+        module = parameter.module
+        stored = survey.modules.get(module) if parameter.linear else None
+        if stored is not None and len(stored.shape) == 2 and module.rpartition(".")[2] not in _LEFT_ALONE:
+            yield Target(module, stored.parts["weight"], *stored.shape)

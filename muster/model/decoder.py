@@ -15,7 +15,8 @@ from muster.checkpoint.spec import GroupedAttention, ModelSpec, RopeSpec
 from muster.device import Device
 from muster.model.attention import Step
 from muster.model.layers import Embedding, Projection, RMSNorm, Rope
-from muster.moe.plan import Plan
+from muster.moe.layer import MoELayer
+from muster.plan import Plan
 
 
 class Attention(Protocol):
@@ -47,7 +48,7 @@ class Decoder:
     Attributes:
         spec: what it is.
         device: where it is.
-        plans: the expert layers' plans, one for each distinct problem.
+        plan: which backends run its parts.
         weight_bytes: bytes of all weights it keeps, in the layouts that its backends read.
         token_bytes: bytes of weights that one token reads: all but the experts and embeddings of others, as stored.
     """
@@ -61,13 +62,13 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         norm: RMSNorm,
         head: Projection,
-        plans: tuple[Plan, ...],
+        plan: Plan,
         weight_bytes: int,
         token_bytes: int,
     ) -> None:
         self.spec = spec
         self.device = device
-        self.plans = plans
+        self.plan = plan
         self.weight_bytes = weight_bytes
         self.token_bytes = token_bytes
         self._embed = embed
@@ -77,9 +78,10 @@ class Decoder:
         self._head = head
 
     @property
-    def plan(self) -> Plan:
-        """The expert layers' plan; the first, where layers stored differently have several."""
-        return self.plans[0] if self.plans else Plan((), ())
+    def expert_layers(self) -> Mapping[int, MoELayer]:
+        """The layers whose feed-forward are experts, by number."""
+        pairs = ((number, layer.feed_forward) for number, layer in enumerate(self._layers))
+        return {number: experts for number, experts in pairs if isinstance(experts, MoELayer)}
 
     def new_cache(self, pages: int, page_size: int) -> tuple[KVPages, ...]:
         """An empty key-value cache of every layer, float32 on a CPU, else bf16."""

@@ -12,8 +12,10 @@ from muster.checkpoint.loader import Loader
 from muster.checkpoint.spec import AttentionSpec, ModelSpec
 from muster.device import Device, cpu
 from muster.errors import ConfigError
+from muster.model.choosing import unproven
 from muster.model.decoder import Attention, Decoder, DecoderLayer
 from muster.model.parameters import Parameters
+from muster.plan import Choose
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
@@ -31,7 +33,7 @@ MakeAttention = Callable[[Parameters, str, AttentionSpec], Attention]
 def load(
     directory: Path,
     *,
-    moe_backend: str | None = None,
+    choose: Choose | None = None,
     device: Device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
@@ -39,24 +41,25 @@ def load(
 
     Args:
         directory: the checkpoint.
-        moe_backend: the backend of the expert layers; None lets the plan choose.
+        choose: answers which backends run each part, `Plan.choice` for one; None chooses by declared facts alone.
         device: where to run; None: this machine's processor.
         progress: called with the bytes read so far and the bytes of all tensors.
 
     Raises:
         ConfigError: a config that cannot be read, or an architecture that does not run yet.
         CheckpointError: files, names or shapes that are wrong; every one of them.
-        UsageError: `moe_backend` cannot run these experts.
+        UsageError: no backend can run a part.
+        UnprovenError: the plan does not cover a part.
     """
     device = device or cpu()
     make_attention = _attention_of(read_spec(directory))
     loader = Loader.open(directory, progress=progress)
-    p = Parameters(loader, device, moe_backend)
+    p = Parameters(loader, device, choose or unproven(device))
     embed = p.embedding()
     layers = [_layer(p, index, make_attention) for index in range(len(p.spec.layers))]
     norm, head = p.norm(p.names.norm), p.head()
     loader.finish()
-    return Decoder(p.spec, device, embed, p.ropes, layers, norm, head, p.plans, p.nbytes, p.nbytes - p.idle_bytes)
+    return Decoder(p.spec, device, embed, p.ropes, layers, norm, head, p.plan, p.nbytes, p.nbytes - p.idle_bytes)
 
 
 def _layer(p: Parameters, index: int, make_attention: MakeAttention) -> DecoderLayer:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,14 +17,13 @@ from muster.checkpoint.spec import DenseSpec, GroupedAttention, ModelSpec, MoESp
 from muster.device import Device
 from muster.errors import CheckpointError, FormatError
 from muster.formats.matrix import QuantMatrix, concat_rows
-from muster.gemm.linear import Linear
+from muster.gemm.linear import Linear, linear_problem
 from muster.model.attention import GroupedQueryAttention, QKNorm
 from muster.model.layers import Embedding, GatedMLP, Projection, RMSNorm, Rope, SideBySide
 from muster.model.problem import moe_problem
 from muster.moe.layer import Gate, MoELayer
-from muster.moe.plan import Plan, resolve
-from muster.moe.problem import MoEProblem
 from muster.moe.weights import ExpertWeights
+from muster.plan import Choice, Choose, Plan, Role
 from muster.workspace import Workspace
 
 
@@ -40,23 +40,23 @@ class Parameters:
         idle_bytes: those of them that one token does not read: experts it does not choose, other tokens' embeddings.
     """
 
-    def __init__(self, loader: Loader, device: Device, moe_backend: str | None) -> None:
+    def __init__(self, loader: Loader, device: Device, choose: Choose) -> None:
         self.spec: ModelSpec = loader.spec
         self.names: Names = loader.names
         self.nbytes = 0
         self.idle_bytes = 0
         self._loader = loader
         self._device = device
-        self._moe_backend = moe_backend
+        self._choose = choose
         self._workspace = Workspace(device.torch_device)
-        self._plans: dict[MoEProblem, Plan] = {}
+        self._choices: dict[tuple[Role, Hashable], Choice] = {}
         self._ropes: dict[RopeSpec, Rope] = {}
         self._cores: dict[AttentionProblem, PagedAttention] = {}
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans of the expert layers made so far, one for each distinct problem."""
-        return tuple(self._plans.values())
+    def plan(self) -> Plan:
+        """What runs the parts made so far."""
+        return Plan(MappingProxyType(self._choices))
 
     @property
     def ropes(self) -> Mapping[RopeSpec, Rope]:
@@ -146,14 +146,12 @@ class Parameters:
             )
         act_order = any(matrix.order is not None for matrix in (tensors.gate_up, tensors.down))
         problem = moe_problem(spec, self.spec.hidden, tensors.gate_up.format, self._device, act_order)
-        if problem not in self._plans:
-            self._plans[problem] = resolve(problem, self._device, self._moe_backend)
         experts = ExpertWeights(tensors.gate_up, tensors.down, tensors.gate_up_bias, tensors.down_bias)
         layer = MoELayer(
             problem,
             Gate(router.weight, router.bias, router.selection_bias),
             experts,
-            self._plans[problem],
+            self._choice(Role.EXPERTS, problem),
             self._device,
             workspace=self._workspace,
         )
@@ -164,9 +162,15 @@ class Parameters:
     def _linear(self, matrix: QuantMatrix, bias: Tensor | None) -> Projection:
         if not self._loader.sound:
             return _unbuilt
-        linear = Linear.build(matrix, bias, self._device)
+        problem = linear_problem(matrix, bias, self._device)
+        linear = Linear(problem, matrix, bias, self._choice(Role.LINEARS, problem))
         self.nbytes += linear.nbytes
         return linear
+
+    def _choice(self, role: Role, problem: Hashable) -> Choice:
+        if (role, problem) not in self._choices:
+            self._choices[role, problem] = self._choose(role, problem)
+        return self._choices[role, problem]
 
 
 def _unbuilt(_: Tensor) -> Tensor:

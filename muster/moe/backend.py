@@ -14,9 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from muster.contract import Decline, Package, missing_packages
+from muster.contract import Decline, Package, in_order, missing_packages
 from muster.device import Device
-from muster.moe.problem import ActivationName, MoEProblem
+from muster.formats.rounding import EXACT, Rounding
+from muster.moe.problem import ActivationName, MoEProblem, Scoring
 from muster.moe.weights import ExpertWeights
 from muster.workspace import Workspace as Workspace
 
@@ -83,9 +84,12 @@ class Facts:
         graph_safe: no host synchronisation and no allocation in `run` once warm.
         deterministic: the same inputs give the same bits.
         hidden_multiple, inner_multiple: alignment of D and F.
+        scorings: for one that routes by itself, from logits, what its router scores by; None: it takes ids and weights.
+        renormalised: routes by itself, and always divides the K weights by their sum.
         max_tokens: the largest T it is meant for; None: any.
         packages: what must be importable.
         kernels: names of the kernels it launches.
+        rounding: where it rounds besides its sums and its output; the judge follows it.
     """
 
     devices: frozenset[str]
@@ -102,14 +106,17 @@ class Facts:
     deterministic: bool = False
     hidden_multiple: int = 1
     inner_multiple: int = 1
+    scorings: frozenset[Scoring] | None = None
+    renormalised: bool = False
     max_tokens: int | None = None
     packages: tuple[Package, ...] = ()
     kernels: tuple[str, ...] = ()
+    rounding: Rounding = EXACT
 
     def decline(self, problem: MoEProblem, device: Device) -> Decline | None:
         """Every declared fact that `problem` on `device` breaks; None when all hold."""
         checks = {
-            f"runs on {', '.join(sorted(self.devices))}, this is {device.key}": device.key not in self.devices,
+            f"runs on {in_order(self.devices)}, this is {device.key}": device.key not in self.devices,
             f"reads {', '.join(sorted(self.weights))} weights, these are {problem.weights.name}": (
                 problem.weights.family not in self.weights
             ),
@@ -134,8 +141,14 @@ class Facts:
             f"needs inner % {self.inner_multiple} == 0, found {problem.inner} per rank": (
                 problem.inner % self.inner_multiple != 0
             ),
+            f"routes by {', '.join(sorted(self.scorings or ()))} itself, the model by {problem.routing.scoring}": (
+                self.scorings is not None and problem.routing.scoring not in self.scorings
+            ),
+            "renormalises the weights of the chosen experts, the model does not": (
+                self.renormalised and not problem.routing.renormalise
+            ),
         }
-        checks |= dict.fromkeys(missing_packages(self.packages), True)
+        checks |= dict.fromkeys(missing_packages(self.packages) if device.present else (), True)
         return Decline.when(checks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,10 +14,12 @@ from muster.device import Device
 from muster.moe.backend import Routed
 from muster.moe.experts import Experts, bind
 from muster.moe.kernels import route as fast
-from muster.moe.plan import Plan
 from muster.moe.problem import MoEProblem, RoutingRule
+from muster.moe.reference import expert_layer
+from muster.moe.registry import backends
 from muster.moe.routing import check_rule, route
 from muster.moe.weights import ExpertWeights, Gate
+from muster.plan import Choice
 from muster.workspace import Workspace
 
 __all__ = ["Gate", "MoELayer"]
@@ -29,7 +32,7 @@ class MoELayer:
         problem: what to compute.
         gate: the router's weights; kept in float32, and so are the logits.
         experts: the stored weights; each planned backend prepares its own layout of them once, here.
-        plan: which backend runs for which token count.
+        choice: which backend runs for which token count.
         device: where.
         shared: computed on every token and added, or None.
         workspace: scratch memory; give the layers of a model the same one, as they run one after the other.
@@ -38,7 +41,7 @@ class MoELayer:
         nbytes: bytes of the gate, of the stored experts, and of what the layouts keep beyond them; `shared` excluded.
 
     Raises:
-        UsageError: the routing rule does not fit the gate, or the plan names a backend that is not registered.
+        UsageError: the routing rule does not fit the gate, or the choice names a backend that is not registered.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class MoELayer:
         problem: MoEProblem,
         gate: Gate,
         experts: ExpertWeights,
-        plan: Plan,
+        choice: Choice,
         device: Device,
         shared: Callable[[Tensor], Tensor] | None = None,
         workspace: Workspace | None = None,
@@ -56,11 +59,14 @@ class MoELayer:
         self._gate_ED = gate.weight_ED.to(target, torch.float32)
         self._gate_bias_E = None if gate.bias_E is None else gate.bias_E.to(target, torch.float32)
         self._selection_bias_E = None if gate.selection_bias_E is None else gate.selection_bias_E.to(target)
+        self._problem = problem
+        self._weights = experts
         self._route = self._router(problem.routing, problem.experts, device)
         self._shared = shared
         self._workspace = workspace or Workspace(target)
-        bound = {name: bind(name, problem, experts, plan.dispatcher) for name in dict.fromkeys(plan.backends)}
-        self._steps = tuple((entry.max_tokens, bound[entry.backend]) for entry in plan.entries)
+        bound = {name: bind(name, problem, experts, choice.dispatcher) for name in choice.backends}
+        self._bound = tuple(bound.values())
+        self._steps = tuple((entry.max_tokens, bound[entry.backend]) for entry in choice.entries)
         self._used: dict[str, None] = {}
         gate_bytes = sum(t.nbytes for t in (self._gate_ED, self._gate_bias_E, self._selection_bias_E) if t is not None)
         self.nbytes = gate_bytes + experts.nbytes + sum(step.prepared.nbytes for step in bound.values())
@@ -69,6 +75,23 @@ class MoELayer:
     def backends_used(self) -> tuple[str, ...]:
         """Names of the backends that have run, in the order of their first run."""
         return tuple(self._used)
+
+    def distances(self, x_TD: Tensor) -> dict[str, float]:
+        """Of each planned backend, how far it is from the float64 reference on these tokens, rounding as it declares.
+
+        The distance is the relative RMS of the worst token, measured against the typical one; NaN where it gave NaN.
+        """
+        x_TD = x_TD.contiguous()
+        routed = self._route(functional.linear(x_TD.float(), self._gate_ED, self._gate_bias_E))
+        return {experts.name: self._distance(experts, x_TD, routed) for experts in self._bound}
+
+    def _distance(self, experts: Experts, x_TD: Tensor, routed: Routed) -> float:
+        rounding = backends().get(experts.name).facts.rounding
+        truth_TD = expert_layer(self._problem, self._weights, x_TD, routed, rounding=rounding)
+        out_TD = torch.full_like(x_TD, math.nan)
+        experts.run(x_TD, routed, out_TD, self._workspace)
+        worst = (out_TD.double() - truth_TD).square().mean(-1).sqrt().amax()
+        return float(worst / truth_TD.square().mean().sqrt())
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """`[T, D]` to `[T, D]`, in the problem's dtype."""

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from muster.formats.codec import decode
 from muster.formats.matrix import QuantMatrix
+from muster.formats.rounding import EXACT, Grid, Rounding, activation_scale, round_to, round_weights
 from muster.moe.backend import Routed
 from muster.moe.problem import Activation, MoEProblem
 from muster.moe.routing import route
@@ -29,9 +30,17 @@ def gate_logits(gate: Gate, x_TD: Tensor, dtype: torch.dtype = torch.float64) ->
 
 
 def expert_layer(
-    problem: MoEProblem, weights: ExpertWeights, x_TD: Tensor, routed: Routed, dtype: torch.dtype = torch.float64
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    x_TD: Tensor,
+    routed: Routed,
+    dtype: torch.dtype = torch.float64,
+    rounding: Rounding = EXACT,
 ) -> Tensor:
-    """The weighted sum of each token's experts on this rank: `[T, D]` in `dtype`, zeros where it has none."""
+    """The weighted sum of each token's experts on this rank: `[T, D]` in `dtype`, zeros where it has none.
+
+    With a `rounding` it is the sum as a kernel with those rounding points computes it; the output is not rounded.
+    """
     out_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
     for local in range(problem.local_experts):
         tokens, slots = (routed.ids_TK == problem.first_expert + local).nonzero(as_tuple=True)
@@ -40,10 +49,10 @@ def expert_layer(
         x = x_TD[tokens].to(dtype)
         weight = routed.weights_TK[tokens, slots, None].to(dtype)
         if problem.router_weight_on_input:
-            y = _expert(problem.activation, weights, local, x * weight)
+            y = _expert(problem.activation, weights, local, x * weight, rounding)
         else:
-            y = _expert(problem.activation, weights, local, x) * weight
-        out_TD.index_add_(0, tokens, y)
+            y = _expert(problem.activation, weights, local, x, rounding) * weight
+        out_TD.index_add_(0, tokens, round_to(y, rounding.weighted))
     return out_TD
 
 
@@ -76,11 +85,13 @@ def activate(activation: Activation, gate_up: Tensor) -> Tensor:
     return gate * (activation.alpha * gate).sigmoid() * (up + 1)
 
 
-def _expert(activation: Activation, weights: ExpertWeights, local: int, x: Tensor) -> Tensor:
-    inner = activate(activation, _linear(x, weights.gate_up[local], weights.gate_up_bias, local))
-    return _linear(inner, weights.down[local], weights.down_bias, local)
+def _expert(activation: Activation, weights: ExpertWeights, local: int, x: Tensor, rounding: Rounding) -> Tensor:
+    product = _linear(x, weights.gate_up[local], weights.gate_up_bias, local, rounding.input, rounding.weights)
+    inner = activate(activation, round_to(product, rounding.product))
+    rows = _linear(inner, weights.down[local], weights.down_bias, local, rounding.inner, rounding.weights)
+    return round_to(rows, rounding.rows)
 
 
-def _linear(x: Tensor, matrix: QuantMatrix, bias_LN: Tensor | None, local: int) -> Tensor:
-    y = x @ decode(matrix, x.dtype).T
+def _linear(x: Tensor, matrix: QuantMatrix, bias_LN: Tensor | None, local: int, inputs: Grid, weights: Grid) -> Tensor:
+    y = round_to(x, inputs, activation_scale(matrix)) @ round_weights(matrix, weights).to(x.dtype).T
     return y if bias_LN is None else y + bias_LN[local].to(x.dtype)

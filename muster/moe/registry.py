@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from muster.contract import Registry
 from muster.errors import UsageError
+from muster.formats.rounding import Rounding
 from muster.moe.backend import AnyBackend, Facts, FusedFunc, RowLayout, RunnerCore
 from muster.moe.dispatch import DISPATCHERS
 
@@ -29,8 +30,10 @@ _FACT_TYPES: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
     {
         "frozenset[str]": frozenset,
         "frozenset[ActivationName]": frozenset,
+        "frozenset[Scoring] | None": (frozenset, type(None)),
         "tuple[Package, ...]": tuple,
         "tuple[str, ...]": tuple,
+        "Rounding": Rounding,
         "bool": bool,
         "int": int,
         "int | None": (int, type(None)),

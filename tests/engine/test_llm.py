@@ -8,6 +8,7 @@ from muster import LLM, SamplingParams
 from muster.engine.engine import Engine
 from muster.engine.tokenizer import Tokenizer
 from muster.errors import CheckpointError, RequestError
+from muster.plan import Role
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -57,20 +58,20 @@ def test_chat_answers_in_the_checkpoints_template(llm):
 
 def test_messages_that_the_template_cannot_take_are_refused(tmp_path):
     template = "{{ raise_exception('roles must alternate') }}"
-    llm = LLM(tiny.save(tiny.mixtral(), tmp_path, chat_template=template))
+    llm = LLM(tiny.save(tiny.mixtral(), tmp_path, chat_template=template), unproven=True)
     with pytest.raises(RequestError, match="roles must alternate"):
         llm.chat(MESSAGES)
 
 
 def test_a_checkpoint_without_a_chat_template_says_so_and_still_completes(tmp_path):
-    llm = LLM(tiny.save(tiny.mixtral(), tmp_path, chat_template=None))
+    llm = LLM(tiny.save(tiny.mixtral(), tmp_path, chat_template=None), unproven=True)
     with pytest.raises(CheckpointError, match="chat template"):
         llm.chat(MESSAGES)
     assert llm.generate("hello", PARAMS)[0].finish_reason == "length"
 
 
 def test_a_checkpoint_without_a_tokenizer_takes_token_ids_and_refuses_text(tmp_path):
-    llm = LLM(tiny.save(tiny.mixtral(), tmp_path, tokenizer=False))
+    llm = LLM(tiny.save(tiny.mixtral(), tmp_path, tokenizer=False), unproven=True)
     [output] = llm.generate([[1, 2, 3]], PARAMS)
     assert (output.text, len(output.token_ids)) == ("", 24)
     with pytest.raises(CheckpointError, match=r"tokenizer in .*: found none, expected one of tokenizer\.json"):
@@ -93,7 +94,7 @@ def test_stats_count_what_one_call_did(llm):
     assert (used.steps, used.cached_tokens, used.preemptions) == (24, 0, 0)
     assert used.prefill_seconds > 0
     assert used.decode_rate == pytest.approx(23 / used.decode_seconds)
-    assert used.backends == llm.decoder.plan.backends != ()
+    assert used.backends == llm.decoder.plan.backends(Role.EXPERTS) != ()
     assert 0 < used.weight_bytes_per_token < llm.decoder.weight_bytes
 
 

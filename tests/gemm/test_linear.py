@@ -12,9 +12,10 @@ from muster.errors import UsageError
 from muster.formats.codec import decode, encode
 from muster.formats.matrix import QuantMatrix, concat_rows
 from muster.formats.spec import BF16, F32, FORMATS, NVFP4, Format, int4
-from muster.gemm.linear import Linear
+from muster.gemm.linear import Linear, linear_problem
 from muster.gemm.problem import LinearProblem
 from muster.gemm.registry import linears
+from muster.plan import by_facts
 from muster.workspace import Workspace
 
 BACKENDS = tuple(linears().names())
@@ -118,10 +119,15 @@ def test_a_token_gets_the_bits_it_gets_alone_on_any_number_of_threads(backend: s
     assert torch.equal(together, alone)
 
 
+def built(stored: QuantMatrix, bias: torch.Tensor | None = None, requested: str | None = None) -> Linear:
+    problem = linear_problem(stored, bias, cpu())
+    return Linear(problem, stored, bias, by_facts(linears(), problem, cpu(), requested, kind="linear"))
+
+
 @pytest.mark.parametrize("tokens", [1, 128, 129])
 def test_a_linear_chooses_by_token_count(tokens: int) -> None:
     stored, bias = matrix(BF16, 40, 192), draw(40, seed=2)
-    linear, x_TK = Linear.build(stored, bias, cpu()), draw(tokens, 192, seed=1)
+    linear, x_TK = built(stored, bias), draw(tokens, 192, seed=1)
     assert linear.backend_names == ("cpu", "torch")
     assert linear.nbytes == stored.nbytes
     judge(linear(x_TK), stored, bias, x_TK)
@@ -129,35 +135,35 @@ def test_a_linear_chooses_by_token_count(tokens: int) -> None:
 
 def test_a_column_count_the_kernel_cannot_take_goes_to_torch() -> None:
     stored, x_TK = matrix(BF16, 40, 100), draw(2, 100, seed=1)
-    linear = Linear.build(stored, None, cpu())
+    linear = built(stored)
     assert linear.backend_names == ("torch",)
     judge(linear(x_TK), stored, None, x_TK)
 
 
 def test_rows_that_do_not_lie_one_after_the_other_are_computed_all_the_same() -> None:
     stored, x_KT = matrix(NVFP4, 40, 192), draw(192, 3, seed=1)
-    judge(Linear.build(stored, None, cpu())(x_KT.T), stored, None, x_KT.T)
+    judge(built(stored)(x_KT.T), stored, None, x_KT.T)
 
 
 def test_a_requested_backend_that_declines_is_an_error_with_every_reason() -> None:
     stored = matrix(Format("f16", FORMATS["f16"].element), 40, 100)
     with pytest.raises(UsageError) as caught:
-        Linear.build(stored, None, cpu(), requested="cpu")
+        built(stored, requested="cpu")
     assert "reads" in str(caught.value)
     assert "columns % 64" in str(caught.value)
 
 
 def test_a_requested_backend_is_the_only_one() -> None:
-    assert Linear.build(matrix(BF16, 8, 64), None, cpu(), requested="torch").backend_names == ("torch",)
+    assert built(matrix(BF16, 8, 64), requested="torch").backend_names == ("torch",)
 
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(UsageError, match="cpu, torch"):
-        Linear.build(matrix(BF16, 8, 64), None, cpu(), requested="cutlass")
+        built(matrix(BF16, 8, 64), requested="cutlass")
 
 
 def test_a_nan_reaches_its_own_token_only() -> None:
-    linear, x_TK = Linear.build(matrix(NVFP4, 40, 192), None, cpu()), draw(5, 192, seed=1)
+    linear, x_TK = built(matrix(NVFP4, 40, 192)), draw(5, 192, seed=1)
     x_TK[2, 7] = math.nan
     y_TN = linear(x_TK)
     assert y_TN[2].isnan().all()

@@ -9,8 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from muster.device import cpu
+from muster.model.choosing import unproven
 from muster.model.decoder import Decoder
 from muster.model.families import load
+from muster.plan import Role
 
 from .oracle import Driver, chunked, error, make, save, tokens, truth
 
@@ -123,8 +126,8 @@ def test_bf16_checkpoints_are_computed_in_float32(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_the_requested_expert_backend_is_the_one_that_runs(backend: str, tmp_path: Path) -> None:
     model = make("mixtral", stored=torch.bfloat16, intermediate_size=128)
-    decoder = load(save(model, tmp_path, torch.bfloat16), moe_backend=backend)
-    assert backend in decoder.plan.backends
+    decoder = load(save(model, tmp_path, torch.bfloat16), choose=unproven(cpu(), backend))
+    assert backend in decoder.plan.backends(Role.EXPERTS)
     ids = tokens(11)
     assert error(chunked(decoder, ids, [8, 1, 2]), truth(model, ids)) < LIMIT
 

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssConfig
 
+from muster.device import cpu
 from muster.errors import CheckpointError, ConfigError, UsageError
+from muster.model.choosing import unproven
 from muster.model.families import FAMILIES, load
 
 from .oracle import make, save
@@ -77,7 +79,7 @@ def test_an_architecture_that_only_can_be_inspected_is_refused_with_what_runs(tm
 
 def test_an_unknown_expert_backend_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="torch"):
-        load(save(make("mixtral"), tmp_path), moe_backend="no-such")
+        load(save(make("mixtral"), tmp_path), choose=unproven(cpu(), "no-such"))
 
 
 def test_the_family_file_in_the_docs_is_the_one_that_runs() -> None:

@@ -7,23 +7,15 @@ import pytest
 import torch
 
 from muster import device
-from muster.formats.codec import decode
-from muster.formats.matrix import QuantMatrix
 from muster.formats.spec import F32, FORMATS, NVFP4
+from muster.lab.tolerance import LIMITS, rms
 from muster.moe.backend import FusedFunc, Routed
-from muster.moe.problem import Activation, RoutingRule
-from muster.moe.reference import expert_layer, moe_layer
+from muster.moe.problem import Activation
 from muster.moe.registry import backends
-from muster.moe.weights import ExpertWeights, Gate
 from muster.workspace import Workspace
 
-from .accuracy import rms
-from .cases import CASES, GPT_OSS, Case, build, nothing_here, problem, sentinels
+from .cases import CASES, Case, nothing_here, problem, sentinels
 from .trial import alone, decline, run
-
-LIMITS = {"f32": (1.2e-6, 4.5e-6), "bf16": (5e-3, 1.2e-2), "f16": (6e-4, 1.5e-3)}
-"""Relative RMS, whole output and worst token, by activation dtype: three times the worst that the `torch` backend shows
-over all cases (f32: 3.9e-7 and 1.4e-6; rounding of the output in the 16-bit ones)."""
 
 BACKENDS = backends().names()
 
@@ -54,8 +46,9 @@ def run_or_skip(backend, case):
 
 
 def accepted(out_TD, truth_TD, dtype="f32"):
-    whole, worst = rms(out_TD, truth_TD)
-    return whole <= LIMITS[dtype][0] and worst <= LIMITS[dtype][1]
+    whole, worst = rms(out_TD, truth_TD.to(out_TD.dtype))
+    limit = LIMITS[dtype].of(len(out_TD))
+    return whole <= limit.whole and worst <= limit.worst_token
 
 
 def test_output_agrees_with_the_float64_reference(trial, case):
@@ -86,7 +79,7 @@ def test_declared_determinism_is_bitwise(trial, backend):
 def test_token_alone_gets_its_row_of_the_batch(trial, case):
     tokens = len(trial.outs[0])
     for token in {0, tokens // 2, tokens - 1} if tokens > 1 else ():
-        limit = LIMITS[case.problem.dtype][1] * float(trial.truth_TD.square().mean().sqrt())
+        limit = LIMITS[case.problem.dtype].worst_token * float(trial.truth_TD.square().mean().sqrt())
         error = alone(trial, token)[0].double() - trial.outs[0][token].double()
         assert float(error.square().mean().sqrt()) <= limit
 
@@ -111,9 +104,7 @@ def test_smallest_shape_that_the_declared_alignment_allows(backend, format):
     unit = format.block[1] if format.element.bits == 4 else 1
     hidden, inner = math.lcm(unit, facts.hidden_multiple), math.lcm(unit, facts.inner_multiple)
     trial = run_or_skip(backend, Case(problem(hidden, inner, experts=3, weights=format), tokens=4))
-    whole, worst = rms(trial.outs[0], trial.truth_TD)
-    assert whole <= 3 * LIMITS["f32"][0]
-    assert worst <= 3 * LIMITS["f32"][1]
+    assert accepted(trial.outs[0], trial.truth_TD)
 
 
 def test_every_declared_fact_is_exercised_by_a_case(backend):
@@ -158,77 +149,3 @@ def test_fused_function_says_how_many_tokens_it_is_meant_for(backend):
         pytest.skip("any number")
     trial = run_or_skip(backend, Case(problem(weights=NVFP4), tokens=entry.facts.max_tokens))
     assert len(trial.outs[0]) == entry.facts.max_tokens
-
-
-MUTANTS = {
-    "everything times 1.02": lambda c, i: expert_layer(c.problem, i.weights, i.x_TD, i.routed) * 1.02,
-    "one expert of one token dropped": lambda c, i: rerouted(c, i, weights_TK=with_last_zero(i.routed.weights_TK)),
-    "two tokens swapped": lambda c, i: expert_layer(c.problem, i.weights, i.x_TD, i.routed)[[1, 0, *range(2, 9)]],
-    "gate and up swapped": lambda c, i: reweighted(c, i, swap_halves=True),
-    "last input column skipped": lambda c, i: reweighted(c, i, skip_last=True),
-    "activation limit omitted": lambda c, i: changed(c, i, activation=replace(c.problem.activation, limit=None)),
-    "gelu for silu": lambda c, i: changed(c, i, activation=replace(c.problem.activation, name="gelu")),
-    "bias of the second product omitted": lambda c, i: expert_layer(
-        c.problem, replace(i.weights, down_bias=None), i.x_TD, i.routed
-    ),
-    "routing weight on the wrong side": lambda c, i: changed(
-        c, i, router_weight_on_input=not c.problem.router_weight_on_input
-    ),
-    "sentinel taken for expert 0": lambda c, i: rerouted(
-        c, i, ids_TK=i.routed.ids_TK.where((i.routed.ids_TK >= 0) & (i.routed.ids_TK < c.problem.experts), 0)
-    ),
-    "one NaN": lambda c, i: expert_layer(c.problem, i.weights, i.x_TD, i.routed).index_fill_(
-        1, torch.tensor([5]), math.nan
-    ),
-}
-SPECIAL = {
-    "activation limit omitted": Case(problem(weights=NVFP4, activation=GPT_OSS)),
-    "bias of the second product omitted": CASES["bias, nvfp4"],
-    "routing weight on the wrong side": CASES["router weight on input"],
-    "sentinel taken for expert 0": CASES["sentinel ids, nvfp4"],
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_limits_reject_the_bug(mutant):
-    case = SPECIAL.get(mutant, CASES["format nvfp4"])
-    inputs = build(case, case.tokens)
-    truth_TD = expert_layer(case.problem, inputs.weights, inputs.x_TD, inputs.routed)
-    assert accepted(truth_TD.float(), truth_TD)
-    wrong_TD = MUTANTS[mutant](case, inputs).float()
-    assert not accepted(wrong_TD, truth_TD, "f32")
-    assert not accepted(wrong_TD, truth_TD, "bf16")
-
-
-def test_limits_reject_missing_renormalisation():
-    generator = torch.Generator().manual_seed(0)
-    case = CASES["format nvfp4"]
-    inputs = build(case, case.tokens)
-    gate = Gate(torch.randn(case.problem.experts, case.problem.hidden, generator=generator) / 11)
-    truth_TD = moe_layer(case.problem, gate, inputs.weights, inputs.x_TD)
-    wrong = replace(case.problem, routing=RoutingRule(case.problem.routing.top_k, renormalise=False))
-    assert not accepted(moe_layer(wrong, gate, inputs.weights, inputs.x_TD), truth_TD, "bf16")
-
-
-def changed(case, inputs, **changes):
-    return expert_layer(replace(case.problem, **changes), inputs.weights, inputs.x_TD, inputs.routed)
-
-
-def rerouted(case, inputs, **changes):
-    return expert_layer(case.problem, inputs.weights, inputs.x_TD, replace(inputs.routed, **changes))
-
-
-def with_last_zero(weights_TK):
-    weights_TK = weights_TK.clone()
-    weights_TK[-1, -1] = 0.0
-    return weights_TK
-
-
-def reweighted(case, inputs, swap_halves=False, skip_last=False):
-    gate_up = decode(inputs.weights.gate_up)
-    if swap_halves:
-        gate_up = gate_up.roll(case.problem.inner, dims=1)
-    if skip_last:
-        gate_up[..., -1] = 0.0
-    weights = ExpertWeights(QuantMatrix.plain(gate_up), inputs.weights.down)
-    return expert_layer(case.problem, weights, inputs.x_TD, inputs.routed)

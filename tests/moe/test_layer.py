@@ -9,14 +9,14 @@ import torch
 from muster import device
 from muster.errors import UsageError
 from muster.formats.spec import NVFP4
+from muster.lab.tolerance import rms
 from muster.moe.layer import Gate, MoELayer
-from muster.moe.plan import Plan, PlanEntry, resolve
 from muster.moe.problem import RoutingRule
 from muster.moe.reference import moe_layer
 from muster.moe.registry import backends
+from muster.plan import Choice, PlanEntry, by_facts
 from muster.workspace import Workspace
 
-from .accuracy import rms
 from .cases import Case, build, problem
 
 RULE = RoutingRule(3, "sigmoid", selection_bias=True, scaling_factor=2.5, epsilon=1e-20)
@@ -33,20 +33,24 @@ def gate() -> Gate:
     )
 
 
-def layer(plan: Plan, **options) -> MoELayer:
+def choice(requested: str | None = None) -> Choice:
+    return by_facts(backends(), PROBLEM, device.cpu(), requested, kind="expert-layer")
+
+
+def layer(plan: Choice, **options) -> MoELayer:
     return MoELayer(PROBLEM, gate(), INPUTS.weights, plan, device.cpu(), **options)
 
 
 @pytest.mark.parametrize("requested", [None, *backends().names()])
 def test_layer_equals_the_reference_for_every_backend_and_token_count(requested):
-    moe = layer(resolve(PROBLEM, device.cpu(), requested))
+    moe = layer(choice(requested))
     truth_TD = moe_layer(PROBLEM, gate(), INPUTS.weights, INPUTS.x_TD)
     for tokens in (1, 2, 7, 40):
         assert max(rms(moe(INPUTS.x_TD[:tokens]), truth_TD[:tokens])) < 1e-5
 
 
 def test_backends_used_names_what_ran_and_nothing_before():
-    plan = resolve(PROBLEM, device.cpu())
+    plan = choice()
     moe = layer(plan)
     assert moe.backends_used == ()
     moe(INPUTS.x_TD[:40])
@@ -56,19 +60,19 @@ def test_backends_used_names_what_ran_and_nothing_before():
 
 
 def test_shared_expert_is_added_once():
-    plan = resolve(PROBLEM, device.cpu())
+    plan = choice()
     alone, both = layer(plan)(INPUTS.x_TD), layer(plan, shared=lambda x_TD: x_TD * 2)(INPUTS.x_TD)
     assert torch.equal(both, alone + INPUTS.x_TD * 2)
 
 
 def test_zero_tokens_run_no_backend():
-    moe = layer(resolve(PROBLEM, device.cpu()))
+    moe = layer(choice())
     assert moe(INPUTS.x_TD[:0]).shape == (0, 128)
     assert moe.backends_used == ()
 
 
 def test_output_is_fresh_and_input_untouched():
-    moe, x_TD = layer(resolve(PROBLEM, device.cpu())), INPUTS.x_TD.clone()
+    moe, x_TD = layer(choice()), INPUTS.x_TD.clone()
     first = moe(x_TD)
     kept = first.clone()
     moe(x_TD * 3)
@@ -78,12 +82,12 @@ def test_output_is_fresh_and_input_untouched():
 
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 def test_input_that_is_a_strided_view_gives_the_same(tokens):
-    moe, x_TD = layer(resolve(PROBLEM, device.cpu())), INPUTS.x_TD[:tokens]
+    moe, x_TD = layer(choice()), INPUTS.x_TD[:tokens]
     assert torch.equal(moe(torch.cat([x_TD, x_TD], dim=1)[:, :128]), moe(x_TD))
 
 
 def test_layers_share_a_workspace():
-    plan, workspace = resolve(PROBLEM, device.cpu()), Workspace()
+    plan, workspace = choice(), Workspace()
     one, two = layer(plan, workspace=workspace), layer(plan, workspace=workspace)
     expected = layer(plan)(INPUTS.x_TD)
     one(INPUTS.x_TD)
@@ -93,14 +97,14 @@ def test_layers_share_a_workspace():
 
 
 def test_nbytes_counts_the_gate_in_float32_and_the_experts_as_stored():
-    plan = Plan((PlanEntry(None, "torch", "asked for"),), ())
+    plan = Choice((PlanEntry(None, "torch", "asked for"),), ())
     weights = INPUTS.weights
     stored = sum(t.nbytes for m in (weights.gate_up, weights.down) for t in m.tensors.values())
     assert layer(plan).nbytes == stored + 8 * 128 * 4 + 8 * 4 + 8 * 4
 
 
 def test_nan_of_one_token_stays_with_it():
-    moe, x_TD = layer(resolve(PROBLEM, device.cpu())), INPUTS.x_TD.clone()
+    moe, x_TD = layer(choice()), INPUTS.x_TD.clone()
     clean = moe(x_TD)
     x_TD[3, 7] = math.nan
     broken = moe(x_TD)
@@ -112,4 +116,4 @@ def test_nan_of_one_token_stays_with_it():
 def test_rule_that_does_not_fit_the_gate_is_refused_when_the_layer_is_built():
     rounded = replace(gate(), selection_bias_E=torch.zeros(8, dtype=torch.bfloat16))
     with pytest.raises(UsageError, match="selection bias"):
-        MoELayer(PROBLEM, rounded, INPUTS.weights, resolve(PROBLEM, device.cpu()), device.cpu())
+        MoELayer(PROBLEM, rounded, INPUTS.weights, choice(), device.cpu())

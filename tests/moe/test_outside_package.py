@@ -49,7 +49,7 @@ def test_outside_backend_is_listed_planned_and_run(site):
     program = """
 import torch
 from muster import device
-from muster.moe.plan import resolve
+from muster.plan import by_facts
 from muster.moe.registry import backends
 from tests.moe.cases import CASES, build
 from muster.moe.layer import Gate, MoELayer
@@ -57,18 +57,18 @@ from muster.moe.layer import Gate, MoELayer
 assert "toy" in backends().names()
 assert "muster_toy" not in __import__("sys").modules, "imported before it was asked for"
 case = CASES["format nvfp4"]
-plan = resolve(case.problem, device.cpu(), "toy")
+plan = by_facts(backends(), case.problem, device.cpu(), "toy", kind="expert-layer")
 inputs = build(case, case.tokens)
 layer = MoELayer(case.problem, Gate(torch.zeros(8, 128)), inputs.weights, plan, device.cpu())
 layer(inputs.x_TD)
 assert layer.backends_used == ("toy",)
 print(plan.describe())
-print(resolve(case.problem, device.cpu()).describe())
+print(by_facts(backends(), case.problem, device.cpu(), kind="expert-layer").describe())
 """
     done = python(site, "-c", program)
     assert done.returncode == 0, done.stderr
     asked, automatic = done.stdout.splitlines()
-    assert asked.startswith("experts: toy for any token count (asked for)")
+    assert asked.startswith("toy for any token count (asked for)")
     assert "toy (" in automatic.split("lost:")[1]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muster import device
 from muster.contract import Decline
+from muster.lab.tolerance import rounding_of
 from muster.moe.backend import Routed
 from muster.moe.experts import Experts, bind
 from muster.moe.reference import expert_layer
@@ -29,7 +30,7 @@ class Trial:
 
     Attributes:
         inputs: the case's tensors.
-        truth_TD: the float64 reference.
+        truth_TD: the float64 reference, rounded where the backend says it rounds.
         outs: results of three runs: a fresh workspace, the same one warm, the same one poisoned.
         unwritten: elements of the outputs still poisoned.
         guards_hurt: elements written outside the outputs.
@@ -68,7 +69,8 @@ def run(backend: str, case: Case) -> Trial:
     facts = backends().get(backend).facts
     inputs = build(case, min(case.tokens, facts.max_tokens or case.tokens))
     before = {name: tensor.clone() for name, tensor in _tensors(inputs).items()}
-    truth_TD = expert_layer(case.problem, inputs.weights, inputs.x_TD, inputs.routed)
+    rounding = rounding_of(backend, case.problem)
+    truth_TD = expert_layer(case.problem, inputs.weights, inputs.x_TD, inputs.routed, rounding=rounding)
     experts = bind(backend, case.problem, inputs.weights)
     workspace = Workspace()
     outs, unwritten, hurt = [], 0, 0
