@@ -6,8 +6,8 @@ for those who insist on running what nobody has proven.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ class Role(StrEnum):
     LINEARS = "linears"
 
 
+Range = tuple[float, float]
+"""The least and the most of something, over token counts or parts."""
+
+
 @dataclass(frozen=True)
 class PlanEntry:
     """What runs for token counts up to a bound.
@@ -34,20 +38,36 @@ class PlanEntry:
         backend: its name.
         reason: why it and no other, in a few words.
         evidence: ids of the evidence it rests on; none when it is unproven.
+        ahead: how many times as fast it is as the fastest other one that could run; None: nothing was timed beside it.
+        of_floor: the least time that the hardware allows over its time; None: it was not timed.
     """
 
     max_tokens: int | None
     backend: str
     reason: str
     evidence: tuple[str, ...] = ()
+    ahead: Range | None = None
+    of_floor: Range | None = None
+
+    @property
+    def why(self) -> str:
+        """The reason, with figures where there are some."""
+        return self.reason if self.ahead is None else f"{self.reason}, {times(self.ahead)} as fast as the next"
 
 
 @dataclass(frozen=True)
 class Loser:
-    """A backend that runs for no token count, and every reason."""
+    """A backend that runs for no token count.
+
+    Attributes:
+        backend: its name.
+        reasons: all of them.
+        refuses: it says itself that it cannot run here.
+    """
 
     backend: str
     reasons: tuple[str, ...]
+    refuses: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,11 +98,14 @@ class Choice:
         """The name of the backend that runs for that many tokens."""
         return next(e.backend for e in self.entries if e.max_tokens is None or tokens <= e.max_tokens)
 
+    def winners(self) -> str:
+        """One line: what runs for which token counts, and why."""
+        return ", ".join(f"{entry.backend} {self._reach(entry)} ({entry.why})" for entry in self.entries)
+
     def describe(self) -> str:
-        """One line: what runs for which token counts, what lost and why."""
-        winners = ", ".join(f"{entry.backend} {self._reach(entry)} ({entry.reason})" for entry in self.entries)
+        """One line: what runs for which token counts, what lost, and every reason."""
         losers = ", ".join(f"{loser.backend} ({'; '.join(loser.reasons)})" for loser in self.losers)
-        return winners + (f"; lost: {losers}" if losers else "")
+        return self.winners() + (f"; lost: {losers}" if losers else "")
 
     def _reach(self, entry: PlanEntry) -> str:
         if entry.max_tokens is not None:
@@ -135,8 +158,44 @@ class Plan:
         return self.choices[role, problem]
 
     def describe(self) -> str:
-        """One line per role."""
-        return "\n".join(f"{role}: {choice.describe()}" for role in Role for choice in dict.fromkeys(self.of(role)))
+        """One line for all: what runs in each role, what lost, and the first reason; `Choice.describe` has them all."""
+        return "; ".join(f"{role}: {self._winners(role)}{self._losers(role)}" for role in Role if self.of(role))
+
+    def _winners(self, role: Role) -> str:
+        """Parts with the same winners for the same token counts share their words."""
+        alike: dict[tuple[tuple[object, ...], ...], list[Choice]] = {}
+        for choice in self.of(role):
+            alike.setdefault(tuple((e.max_tokens, e.backend, e.reason) for e in choice.entries), []).append(choice)
+        return " or ".join(_together(choices).winners() for choices in alike.values())
+
+    def _losers(self, role: Role) -> str:
+        losers = {loser.backend: loser for choice in self.of(role) for loser in choice.losers}
+        lost = [loser for name, loser in losers.items() if name not in self.backends(role)]
+        told = [f"{loser.backend} ({loser.reasons[0]})" for loser in lost if not loser.refuses]
+        refusing = sum(loser.refuses for loser in lost)
+        told += [f"{refusing} that cannot run here"] if refusing else []
+        return f", lost: {', '.join(told)}" if told else ""
+
+
+def times(factors: Range) -> str:
+    """Factors as people read them: `1.3-24x`."""
+    low, high = (f"{factor:.1f}" if factor < 9.95 else f"{float(f'{factor:.2g}'):.0f}" for factor in factors)
+    return f"{low}x" if low == high else f"{low}-{high}x"
+
+
+def over(ranges: Iterable[Range | None]) -> Range | None:
+    """The least and the most of several ranges; None when there are none."""
+    known = [each for each in ranges if each is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
+def _together(choices: Sequence[Choice]) -> Choice:
+    """One for several whose entries differ in their figures alone."""
+    entries = zip(*(choice.entries for choice in choices), strict=True)
+    return replace(
+        choices[0],
+        entries=tuple(replace(same[0], ahead=over(entry.ahead for entry in same)) for same in entries),
+    )
 
 
 class _Facts(Protocol):
@@ -192,13 +251,13 @@ def consider(registry: Registry[Any], problem: Hashable, device: Device) -> tupl
         try:
             backend: _Backend = registry.get(name)
         except UsageError as error:
-            losers.append(Loser(name, (" ".join(str(error).split()),)))
+            losers.append(Loser(name, (" ".join(str(error).split()),), refuses=True))
             continue
         decline = backend.supports(problem, device)
         if decline is None:
             able[name] = backend
         else:
-            losers.append(Loser(name, decline.reasons))
+            losers.append(Loser(name, decline.reasons, refuses=True))
     return able, losers
 
 

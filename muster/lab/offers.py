@@ -66,7 +66,8 @@ def offers(part: Part, device: Device) -> tuple[Offer, ...]:
 def known(role: Role) -> tuple[Known[Any], ...]:
     """The backends for a role that have no adapter: a plug-in that registers one of their names takes it over."""
     table: tuple[Known[Any], ...] = known_linears.BACKENDS if role is Role.LINEARS else known_experts.BACKENDS
-    return tuple(entry for entry in table if entry.name not in registry_of(role).names())
+    here = set(registry_of(role).names())
+    return tuple(entry for entry in table if entry.name not in here)
 
 
 def _adapter(contender: Contender) -> Offer:

@@ -104,16 +104,13 @@ def _fp8_product(size: int, device: torch.device) -> Callable[[], object]:
 def _best(product: Callable[[], object], device: torch.device, seconds: float) -> float:
     """The least seconds of one; on a CPU every other is of one thread, which shared cores do not keep waiting."""
     threads = torch.get_num_threads()
+    readings: list[float] = []
     product()
-    readings = []
     end = time.perf_counter() + seconds
     try:
         while not readings or time.perf_counter() < end:
+            torch.set_num_threads(1 if len(readings) % 2 else threads)
             readings.append(_seconds(product, device))
-            if device.type == "cpu":
-                torch.set_num_threads(1)
-                readings.append(_seconds(product, device))
-                torch.set_num_threads(threads)
     finally:
         torch.set_num_threads(threads)
     return min(readings)

@@ -4,35 +4,51 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
+
 from muster import env
-from muster.device import Device, cpu, free_memory
+from muster.device import free_memory
 from muster.errors import MusterError, UnprovenError, UsageError
 from muster.lab.cases import Part, Role
-from muster.lab.choice import Choosing, Field, choose
+from muster.lab.choice import Choosing, choose, lacking
+from muster.lab.contender import Contender
+from muster.lab.evidence import Verdict
+from muster.lab.field import Field
 from muster.lab.ledger import Ledger
 from muster.lab.plans import Shelf, document
 from muster.lab.proof import prove_parts
-from muster.lab.race import SECONDS, Race, races, recall, run_races
+from muster.lab.race import SECONDS, Race, races, recall, run_races, sample_of
 from muster.lab.screen import Screen, screen
-from muster.lab.selection import Selection
+from muster.lab.selection import Agenda, Selection
 from muster.lab.standing import Standing, Standings, title
 from muster.lab.table import Column, Section, Table
 from muster.lab.tally import Tally
-from muster.plan import Choice, Plan
+from muster.moe.problem import MoEProblem
+from muster.plan import Choice, Plan, Range
 
-INTERRUPTED = 130
-QUICK_TOKENS = {"cpu": (1, 8, 64, 512)}
-"""Token buckets of a proof in seconds, by device; others have the same."""
+QUICK_TOKENS = (1, 8, 64, 512)
+"""Token buckets of a plan in seconds: a decode step of one and of several requests, and two sizes of prefill."""
+QUICK_OUTPUT = 1 << 24
+"""Elements: a larger output takes longer than the rest together, and only a prefill of a whole vocabulary has one."""
 QUICK_SECONDS = 0.05
+"""For timing each backend on each case then."""
 BUDGET_SHARE = 0.1
-"""Of the free memory: what layouts may keep beyond the cheapest, unless told otherwise."""
+"""Of the free memory: what layouts may take beyond the cheapest, unless told otherwise."""
 
-_COLUMNS = (Column("tokens", right=True), Column("backend"), Column("evidence", right=True), Column("why"))
+_HINT = "muster run --unproven chooses by declared facts instead and marks every output"
+_COLUMNS = (
+    Column("tokens", right=True),
+    Column("backend"),
+    Column("cases", right=True),
+    Column("of floor", right=True),
+    Column("why"),
+)
 
 
 def command(model: Path, *, tokens: str | None = None, layout_budget: float | None = None, json: bool = False) -> None:
@@ -42,17 +58,14 @@ def command(model: Path, *, tokens: str | None = None, layout_budget: float | No
         InputError: options or a checkpoint that cannot be used.
         UnprovenError: a part of the checkpoint that no proven backend can run.
     """
-    if layout_budget is not None and layout_budget < 0:
-        raise UsageError("--layout-budget", found=f"{layout_budget:g}", expected="GiB, at least 0")
-    selection = Selection.of(model, tokens=tokens)
-    budget = _budget() if layout_budget is None else int(layout_budget * (1 << 30))
+    problems = []
+    if layout_budget is not None and not 0 <= layout_budget < float("inf"):
+        problems.append(UsageError("--layout-budget", found=f"{layout_budget:g}", expected="GiB, at least 0"))
+    selection = Selection.of(model, tokens=tokens, problems=problems)
     home = env.read().home
-    try:
-        with Ledger.open(home) as ledger:
-            plan = _make(selection, ledger, home, budget=budget)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; what is proven and timed is kept, and the same command goes on from there\n")
-        raise SystemExit(INTERRUPTED) from None
+    with Ledger.open(home) as ledger:
+        budget = None if layout_budget is None else int(layout_budget * (1 << 30))
+        plan = _Maker(selection, ledger, Standings(ledger, selection.device), home).plan(budget)
     path = Shelf(home, selection.device).save(selection.directory, selection.parts, plan)
     if json:
         drawn = document(selection.directory, selection.device, selection.parts, plan)
@@ -61,16 +74,15 @@ def command(model: Path, *, tokens: str | None = None, layout_budget: float | No
         table(selection.parts, plan).write()
         for remark in plan.remarks:
             sys.stdout.write(f"{remark}\n")
-    sys.stderr.write(f"saved as {path}; muster run uses it as long as its evidence counts\n")
+    _say(f"saved as {path}; muster run uses it as long as its evidence counts")
 
 
-def obtain(directory: Path, device: Device | None = None, moe_backend: str | None = None) -> Plan:
+def obtain(directory: Path, moe_backend: str | None = None) -> Plan:
     """The plan for running a checkpoint: the saved one if all its evidence counts, else one proven now, in seconds.
 
     Args:
         directory: the checkpoint.
-        device: where it will run; None: the processor.
-        moe_backend: the backend for the experts; it must be proven like any other.
+        moe_backend: the backend for the experts; it must be proven like any other, and the plan is not saved.
 
     Raises:
         InputError: a checkpoint that cannot be read, or an unknown backend.
@@ -80,17 +92,18 @@ def obtain(directory: Path, device: Device | None = None, moe_backend: str | Non
     selection = Selection.of(directory)
     if moe_backend is not None:
         Selection.of(directory, backends=(moe_backend,), role=Role.EXPERTS)
-    shelf = Shelf(home, device or cpu())
+    shelf = Shelf(home, selection.device)
     with Ledger.open(home) as ledger:
-        plan, reasons = shelf.find(directory, selection.parts, ledger) if moe_backend is None else (None, ())
-        if plan is not None:
-            return plan
-        _say("no plan for this checkpoint yet" if not reasons else f"the saved plan no longer counts: {reasons[0]}")
-        _say("proving and timing the backends on its own weights; muster plan does so at length")
-        selection = replace(selection, tokens=QUICK_TOKENS["cpu"])
-        plan = _make(selection, ledger, home, budget=_budget(), quick=True, requested=moe_backend)
-    if moe_backend is None:
-        shelf.save(directory, selection.parts, plan)
+        standings = Standings(ledger, selection.device)
+        maker = _Maker(replace(selection, tokens=QUICK_TOKENS), ledger, standings, home, quick=True)
+        if moe_backend is not None:
+            return maker.plan(requested=moe_backend)
+        plan, reasons = shelf.find(selection.directory, selection.parts, ledger)
+        if plan is None:
+            why = f"the saved plan no longer counts ({reasons[0]})" if reasons else "no plan for this checkpoint yet"
+            _say(f"{why}: proving and timing its backends first; muster plan does so at length")
+            plan = maker.plan()
+            shelf.save(selection.directory, selection.parts, plan)
     return plan
 
 
@@ -105,71 +118,147 @@ def _rows(choice: Choice) -> list[tuple[str, ...]]:
     for entry in choice.entries:
         reach = f"{first}+" if entry.max_tokens is None else f"{first}-{entry.max_tokens}"
         reach = str(first) if entry.max_tokens == first else reach
-        rows.append((reach, entry.backend, str(len(entry.evidence)), entry.reason))
+        rows.append((reach, entry.backend, str(len(entry.evidence)), _percent(entry.of_floor), entry.why))
         first = (entry.max_tokens or 0) + 1
-    return rows + [("", loser.backend, "", f"lost: {'; '.join(loser.reasons)}") for loser in choice.losers]
+    rows += [("lost", loser.backend, "", "", "; ".join(loser.reasons)) for loser in choice.losers if not loser.refuses]
+    refusing = [loser.backend for loser in choice.losers if loser.refuses]
+    if refusing:
+        rows.append(("never", ", ".join(refusing), "", "", "cannot run here; muster backends MODEL says why"))
+    return rows
 
 
-def _make(
-    selection: Selection,
-    ledger: Ledger,
-    home: Path,
-    *,
-    budget: int,
-    quick: bool = False,
-    requested: str | None = None,
-) -> Plan:
-    standings = Standings(ledger, selection.device)
-    contenders = selection.contenders()
-    agenda = selection.agenda(quick=quick)
-    with screen() as view:
-        prove_parts(contenders, agenda, ledger, standings, selection.directory, report=Tally(view))
-        found = tuple(one for each in contenders for one in standings.of(each, agenda[each.part]))
-        finished = _time(found, ledger, standings, selection, home, view, QUICK_SECONDS if quick else SECONDS)
-    return _draft(selection, found, finished, budget, requested)
+def _percent(shares: Range | None) -> str:
+    if shares is None:
+        return ""
+    low, high = (f"{100 * share:.0f}" for share in shares)
+    return f"{low}%" if low == high else f"{low}-{high}%"
 
 
-def _time(
-    found: Sequence[Standing],
-    ledger: Ledger,
-    standings: Standings,
-    selection: Selection,
-    home: Path,
-    view: Screen,
-    seconds: float,
-) -> list[Race]:
-    """Every race, those of the ledger as they were."""
-    entered = [recall(race, ledger, standings) for race in races(found)]
-    finished = [race for race in entered if race.timings]
+@dataclass(frozen=True)
+class _Maker:
+    """Makes a plan from what the ledger knows and what it must still find out.
 
-    def tell(race: Race) -> None:
-        finished.append(race)
-        view.line(f"[{len(finished)}/{len(entered)}] {race.part.key}, {race.tokens} tokens timed")
+    Attributes:
+        selection: parts, token buckets and backends.
+        ledger: where evidence and times come from and go.
+        standings: what of it counts.
+        home: where the device's measured peaks are kept.
+        quick: few cases and short times, and none where a backend has no rival.
+    """
 
-    waiting = [race for race in entered if not race.timings]
-    run_races(waiting, ledger, standings, selection.directory, home, tell, seconds=seconds)
-    return finished
+    selection: Selection
+    ledger: Ledger
+    standings: Standings
+    home: Path
+    quick: bool = False
 
+    def plan(self, budget: int | None = None, requested: str | None = None) -> Plan:
+        """The plan.
 
-def _draft(
-    selection: Selection, found: Sequence[Standing], finished: Sequence[Race], budget: int, requested: str | None
-) -> Plan:
-    """The plan of every part, or an error with every part that cannot have one."""
-    choices: dict[tuple[Role, object], Choice] = {}
-    remarks: list[str] = []
-    problems: list[MusterError] = []
-    for part in selection.parts:
-        try:
-            chosen = _choose(part, found, finished, budget, requested if part.role is not Role.LINEARS else None)
-        except UnprovenError as refusal:
-            problems.append(refusal)
-            continue
-        choices[part.role, part.problem] = chosen.choice
-        remarks += [chosen.remark] if chosen.remark else []
-    error = UnprovenError.gather(f"no plan for {selection.directory}", problems)
-    if error is not None:
-        raise error
-    return Plan(MappingProxyType(choices), tuple(remarks))
+        Args:
+            budget: bytes of layouts beyond the cheapest; None: a share of the free memory.
+            requested: a backend for the experts.
+
+        Raises:
+            UnprovenError: a part that no proven backend can run, or `requested` is not proven.
+        """
+        torch.set_num_threads(env.read().threads)
+        contenders = self.selection.contenders()
+        with _interruptible(), screen() as view:
+            if requested is not None:
+                self._insist(requested, [one for one in contenders if one.backend == requested], view)
+            found = self._prove(contenders, view)
+            finished = self._time(found, view)
+        return self._draft(found, finished, int(BUDGET_SHARE * free_memory()) if budget is None else budget, requested)
+
+    def _insist(self, requested: str, contenders: Sequence[Contender], view: Screen) -> None:
+        """Sees to the backend that was asked for before any other: if it is not proven, the others do not matter."""
+        mine = [contender for contender in contenders if contender.part.role is not Role.LINEARS]
+        found = self._known(mine)
+        if not any(standing.verdict.failed for standing in found):
+            found = self._prove(mine, view)
+        error = UnprovenError.gather(f"{requested} is not proven", lacking(found, requested), hint=_HINT)
+        if error is not None:
+            raise error
+
+    def _prove(self, contenders: Sequence[Contender], view: Screen) -> tuple[Standing, ...]:
+        """How they stand once every case is settled."""
+        tally = Tally(view)
+        prove_parts(contenders, self._agenda(), self.ledger, self.standings, self.selection.directory, report=tally)
+        return self._known(contenders)
+
+    def _known(self, contenders: Sequence[Contender]) -> tuple[Standing, ...]:
+        """How they stand by what the ledger has."""
+        agenda = self._agenda()
+        known = ((each, self.standings.of(each, agenda[each.part])) for each in contenders)
+        return tuple(heeded for each, found in known for heeded in _heed(found, each, self.standings))
+
+    def _agenda(self) -> Agenda:
+        agenda = self.selection.agenda(quick=self.quick)
+        if not self.quick:
+            return agenda
+        return {
+            part: {tokens: cases for tokens, cases in buckets.items() if tokens * _width(part) <= QUICK_OUTPUT}
+            for part, buckets in agenda.items()
+        }
+
+    def _time(self, found: Sequence[Standing], view: Screen) -> list[Race]:
+        """Every race, those of the ledger as they were.
+
+        Raises:
+            UnprovenError: one that could not be timed.
+        """
+        entered = [race for race in races(found) if len(race.runners) > 1 or not self.quick]
+        recalled = [recall(race, self.ledger, self.standings) for race in entered]
+        finished = [race for race in recalled if race.timings]
+
+        def tell(race: Race) -> None:
+            finished.append(race)
+            view.line(f"[{len(finished)}/{len(entered)}] {race.part.key}, T={race.tokens}: {race.describe()}")
+            view.draw(lambda: _times(finished), f"{len(finished)} of {len(entered)} timed")
+
+        waiting = [race for race in recalled if not race.timings]
+        seconds = QUICK_SECONDS if self.quick else SECONDS
+        run_races(waiting, self.ledger, self.standings, self.selection.directory, self.home, tell, seconds=seconds)
+        broken = [
+            UnprovenError(f"{race.part.key} at {race.tokens} tokens", found=race.trouble, expected="times")
+            for race in finished
+            if race.trouble
+        ]
+        error = UnprovenError.gather("not timed", broken, hint=f"muster bench {self.selection.directory}")
+        if error is not None:
+            raise error
+        return finished
+
+    def _draft(self, found: Sequence[Standing], finished: Sequence[Race], budget: int, requested: str | None) -> Plan:
+        """The plan of every part, or an error with every part that cannot have one."""
+        choices: dict[tuple[Role, object], Choice] = {}
+        remarks: list[str] = []
+        problems: list[MusterError] = []
+        for part in self.selection.parts:
+            try:
+                chosen = _choose(part, found, finished, budget, requested if part.role is not Role.LINEARS else None)
+            except UnprovenError as refusal:
+                problems.append(refusal)
+            else:
+                choices[part.role, part.problem] = chosen.choice
+                remarks += chosen.remarks
+        error = UnprovenError.gather(f"no plan for {self.selection.directory}", problems, hint=_HINT)
+        if error is not None:
+            raise error
+        return Plan(MappingProxyType(choices), (*remarks, *self._doubts(finished)))
+
+    def _doubts(self, finished: Sequence[Race]) -> Iterator[str]:
+        """What makes the times mean less than they seem to."""
+        samples = [sample_of(timing) for race in finished for timing in race.timings]
+        noisy = [sample.spread for sample in samples if sample.noisy]
+        if noisy:
+            yield (
+                f"{len(noisy)} of {len(samples)} times are noisy (quartiles up to {max(noisy):.0%} apart): something "
+                "else used the machine; muster bench --again takes all times anew"
+            )
+        if self.quick:
+            yield "made in seconds, from few cases and short times; muster plan takes its time"
 
 
 def _choose(
@@ -180,8 +269,42 @@ def _choose(
     return choose(Field(mine, times, part.uses), budget, requested)
 
 
-def _budget() -> int:
-    return int(BUDGET_SHARE * free_memory())
+def _width(part: Part) -> int:
+    """Columns of its output."""
+    return part.problem.hidden if isinstance(part.problem, MoEProblem) else part.problem.rows
+
+
+def _heed(found: Sequence[Standing], contender: Contender, standings: Standings) -> Iterator[Standing]:
+    """The standings in a plan, where a bucket answers for the token counts below it too, and the last for all above.
+
+    So a failure at any of them is one of the bucket.
+    """
+    failures = [row for row in standings.counting(contender).values() if row.verdict.failed]
+    below = -1
+    for standing in found:
+        top = float("inf") if standing is found[-1] else standing.tokens
+        inside = tuple(row for row in failures if below < row.tokens <= top)
+        if inside and standing.verdict is Verdict.PROVEN:
+            yield replace(standing, verdict=inside[0].verdict, evidence=(*inside, *standing.evidence))
+        else:
+            yield standing
+        below = standing.tokens
+
+
+def _times(finished: Sequence[Race]) -> Table:
+    parts = dict.fromkeys(race.part for race in finished)
+    columns = (Column("tokens", right=True), Column("times"))
+    rows = {part: [(str(race.tokens), race.describe()) for race in finished if race.part == part] for part in parts}
+    return Table(columns, [Section(part.key, rows[part]) for part in parts])
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted; what is proven and timed is kept, and the same command goes on from there")
+        raise
 
 
 def _say(text: str) -> None:

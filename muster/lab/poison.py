@@ -51,16 +51,21 @@ class PoisonedOutput:
     @property
     def unwritten(self) -> int:
         """Elements of the output that are still poisoned."""
-        return int(self._poisoned()[GUARD_ROWS : len(self.whole) - GUARD_ROWS].sum())
+        return int((self._rows == self._poison).sum())
 
     @property
     def outside(self) -> int:
         """Elements before and after the output that are poisoned no longer."""
-        poisoned = self._poisoned()
-        return int((~poisoned[:GUARD_ROWS]).sum() + (~poisoned[len(poisoned) - GUARD_ROWS :]).sum())
+        bands = self.whole[:GUARD_ROWS], self.whole[len(self.whole) - GUARD_ROWS :]
+        return sum(int((band != self._poison).sum()) for band in bands)
 
-    def _poisoned(self) -> Tensor:
-        return self.whole == _NANS[self.out.dtype]
+    @property
+    def _rows(self) -> Tensor:
+        return self.whole[GUARD_ROWS : len(self.whole) - GUARD_ROWS]
+
+    @property
+    def _poison(self) -> int:
+        return _NANS[self.out.dtype]
 
 
 def poison(buffers: Iterable[Tensor]) -> None:

@@ -9,7 +9,7 @@ from itertools import groupby
 from muster.device import Device
 from muster.errors import UnprovenError, UsageError
 from muster.lab import environment
-from muster.lab.cases import Case, Part
+from muster.lab.cases import Case, Part, Role
 from muster.lab.contender import Contender
 from muster.lab.evidence import Evidence, Verdict
 from muster.lab.ledger import Ledger
@@ -68,10 +68,14 @@ class Standings:
     def __init__(self, ledger: Ledger, device: Device) -> None:
         self.device = device
         self._ledger = ledger
+        self._environments: dict[tuple[Role, str], Mapping[str, str]] = {}
 
     def environment(self, contender: Contender) -> Mapping[str, str]:
         """What evidence about a backend depends on, as it is now."""
-        return environment.current(self.device, contender.part.role, contender.backend)
+        key = contender.part.role, contender.backend
+        if key not in self._environments:
+            self._environments[key] = environment.current(self.device, *key)
+        return self._environments[key]
 
     def source(self, contender: Contender) -> str:
         """The hash of a backend's source; empty for one whose files cannot be found."""

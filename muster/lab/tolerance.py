@@ -29,6 +29,9 @@ SETTLED = 16
 CEILING = 0.016
 """No output may be off by more as a whole, however few tokens: an error of 2 % everywhere must show."""
 
+_PIECE = 1 << 18
+"""Elements that are compared at a time."""
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -95,7 +98,7 @@ def decide(found: Tensor, computed: Tensor, ideal: Tensor, limit: Limit) -> tupl
     whole, worst = rms(found, rounded)
     ideal_whole, ideal_worst = rms(found, ideal)
     errors = Errors(whole, worst, ideal_whole, ideal_worst, limit.whole, limit.worst_token)
-    if bool((rounded.isfinite() & ~found.isfinite()).any()):
+    if math.isinf(whole) and bool((rounded.isfinite() & ~found.isfinite()).any()):
         return Verdict.NAN, errors
     return (Verdict.PROVEN if whole <= limit.whole and worst <= limit.worst_token else Verdict.WRONG), errors
 
@@ -135,17 +138,24 @@ def rms(found: Tensor, truth: Tensor) -> tuple[float, float]:
     Returns:
         Infinity for both where anything else is not finite; zeros where there are no elements.
     """
-    found, truth = found.double(), truth.double()
     if not truth.numel():
         return 0.0, 0.0
-    error = torch.where(found == truth, 0.0, found - truth)
-    if not error.isfinite().all():
-        return float("inf"), float("inf")
-    truth = torch.where(truth.isfinite(), truth, 0.0)
-    sizes_T = truth.square().mean(-1).sqrt()
+    # In pieces that stay in the cache: a prefill of a whole vocabulary has gigabytes of float64 in passing.
+    rows = max(_PIECE // truth.shape[-1], 1)
+    pieces = [_sizes(*pair) for pair in zip(torch.split(found, rows), torch.split(truth, rows), strict=True)]
+    off_T, sizes_T = (torch.cat(several) for several in zip(*pieces, strict=True))
+    if not off_T.isfinite().all():
+        return math.inf, math.inf
     present = sizes_T[sizes_T > 0]
     typical = float(present.median()) if len(present) else 0.0
-    off_T = error.square().mean(-1).sqrt()
     tiny = torch.finfo(torch.float64).tiny
     whole = float(off_T.square().mean().sqrt() / sizes_T.square().mean().sqrt().clamp_min(tiny))
     return whole, float((off_T / sizes_T.clamp_min(max(typical, tiny))).max())
+
+
+def _sizes(found: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """RMS `[T]` of each token's error, not finite where anything in it is not, and of its truth."""
+    found, truth = found.double(), truth.double()
+    error = torch.where(found == truth, 0.0, found - truth)
+    truth = torch.where(truth.isfinite(), truth, 0.0)
+    return error.square().mean(-1).sqrt(), truth.square().mean(-1).sqrt()
