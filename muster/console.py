@@ -136,8 +136,9 @@ def _opening(system: str | None, prompt: str) -> list[dict[str, str]]:
 
 
 def _closing_line(output: RequestOutput, stats: Stats) -> str:
+    count = output.usage.completion_tokens
     parts = [
-        f"{output.usage.completion_tokens} tokens at {stats.decode_rate:.1f} tok/s",
+        f"{count} tokens at {stats.decode_rate:.1f} tok/s" if count > 1 else f"{count} token",
         f"prompt of {output.usage.prompt_tokens} at {stats.prefill_rate:.0f} tok/s",
         f"{stats.weight_bytes_per_token / 1e6:.1f} MB of weights read per token",
     ]

@@ -38,7 +38,8 @@ class PlanEntry:
         backend: its name.
         reason: why it and no other, in a few words.
         evidence: ids of the evidence it rests on; none when it is unproven.
-        ahead: how many times as fast it is as the fastest other one that could run; None: nothing was timed beside it.
+        ahead: how many times as fast it is as the fastest other one that could run, where they do not tie; None:
+            they tie everywhere, or nothing was timed beside it.
         of_floor: the least time that the hardware allows over its time; None: it was not timed.
     """
 
@@ -166,15 +167,18 @@ class Plan:
         alike: dict[tuple[tuple[object, ...], ...], list[Choice]] = {}
         for choice in self.of(role):
             alike.setdefault(tuple((e.max_tokens, e.backend, e.reason) for e in choice.entries), []).append(choice)
-        return " or ".join(_together(choices).winners() for choices in alike.values())
+        return ", elsewhere ".join(_together(choices).winners() for choices in alike.values())
 
     def _losers(self, role: Role) -> str:
         losers = {loser.backend: loser for choice in self.of(role) for loser in choice.losers}
         lost = [loser for name, loser in losers.items() if name not in self.backends(role)]
-        told = [f"{loser.backend} ({loser.reasons[0]})" for loser in lost if not loser.refuses]
+        reasons: dict[str, list[str]] = {}
+        for loser in lost:
+            if not loser.refuses:
+                reasons.setdefault(loser.reasons[0], []).append(loser.backend)
+        told = ", ".join(f"{' and '.join(names)} ({reason})" for reason, names in reasons.items())
         refusing = sum(loser.refuses for loser in lost)
-        told += [f"{refusing} that cannot run here"] if refusing else []
-        return f", lost: {', '.join(told)}" if told else ""
+        return (f", lost: {told}" if told else "") + (f", {refusing} cannot run here" if refusing else "")
 
 
 def times(factors: Range) -> str:

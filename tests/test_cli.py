@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-COMMANDS = ("verify", "bench", "inspect", "roofline", "backends", "run", "chat", "quantize", "demo")
+COMMANDS = ("verify", "bench", "plan", "inspect", "roofline", "backends", "run", "chat", "quantize", "demo")
 
 
 def muster(*arguments: str, **options) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from muster.formats.spec import NVFP4
 from muster.moe.backend import Facts, FusedFunc, RowLayout, RunnerCore
 from muster.moe.problem import Activation
 from muster.moe.registry import backends
-from muster.plan import Choice, by_facts
+from muster.plan import Choice, Loser, Plan, PlanEntry, Role, by_facts
 
 FACTS = Facts(frozenset({"cpu"}), frozenset({"bf16"}), frozenset({"f32"}), frozenset({"silu"}))
 
@@ -140,3 +140,27 @@ def test_broken_package_of_someone_else_loses_and_stops_nothing():
 
     with pytest.raises(UsageError, match="ImportError: no such library"):
         by_facts(Broken("expert-layer", {"bad": "nowhere"}), problem(), device.cpu(), kind="expert-layer")
+
+
+def test_a_plan_is_told_in_one_line_in_which_parts_with_the_same_winners_share_their_words():
+    """Figures span the parts; backends that lost for the same reason are named together, refusals counted."""
+
+    def choice(ahead, *losers):
+        return Choice((PlanEntry(8, "cpu", "fastest", ("a",), ahead), PlanEntry(None, "torch", "the rest")), losers)
+
+    gpu = Loser("gpu", ("runs on 9.0", "reads nvfp4"), refuses=True)
+    slow = (Loser("slow", ("takes 2.0x the time", "wrong at 8 tokens")), Loser("slower", ("takes 2.0x the time",)))
+    other = Choice((PlanEntry(None, "slow", "fastest"),), ())
+    parts = {
+        (Role.EXPERTS, 1): choice((2.0, 30.0), *slow, gpu),
+        (Role.LINEARS, 1): choice((1.5, 2.0), slow[0], gpu),
+        (Role.LINEARS, 2): choice((1.0, 1.7), gpu),
+        (Role.LINEARS, 3): other,
+    }
+    assert Plan(parts).describe() == (
+        "experts: cpu for up to 8 tokens (fastest, 2.0-30x as fast as the next), torch above (the rest), "
+        "lost: slow and slower (takes 2.0x the time), 1 cannot run here; "
+        "linears: cpu for up to 8 tokens (fastest, 1.0-2.0x as fast as the next), torch above (the rest), "
+        "elsewhere slow for any token count (fastest), 1 cannot run here"
+    )
+    assert not Plan(parts).proven

@@ -41,16 +41,17 @@ def merit(
         return _bound(field, winners[-2].name), None, of_floor
     others = [other for other in field.names if other != name]
     rivals = {bucket: rival for bucket in buckets if (rival := field.fastest(bucket, others)) is not None}
-    ahead = _range([field.factor(bucket, rival, name) for bucket, rival in rivals.items()])
+    clear = {bucket: rival for bucket, rival in rivals.items() if not field.tied(bucket, name, rival)}
+    ahead = _range([field.factor(bucket, rival, name) for bucket, rival in clear.items()])
     if name == requested:
         return "asked for", ahead, of_floor
     if not rivals:
         return _alone(field, others, buckets[0]), None, of_floor
-    behind = [b for b, rival in rivals.items() if not field.tied(b, name, rival) and field.factor(b, name, rival) > 1]
-    if behind:
+    if ahead is None:
+        return "a tie, and the simpler or already kept", None, of_floor
+    if ahead[0] < 1.0:
         return "fastest within the layout budget", ahead, of_floor
-    tied = all(field.tied(bucket, name, rival) for bucket, rival in rivals.items())
-    return ("a tie, and the simpler or already kept" if tied else "fastest"), ahead, of_floor
+    return ("fastest" if len(clear) == len(rivals) else "fastest or in a tie"), ahead, of_floor
 
 
 def defeat(field: Field, name: str, winners: Sequence[Winner], requested: str | None) -> Loser:

@@ -123,7 +123,9 @@ def _rows(choice: Choice) -> list[tuple[str, ...]]:
     rows += [("lost", loser.backend, "", "", "; ".join(loser.reasons)) for loser in choice.losers if not loser.refuses]
     refusing = [loser.backend for loser in choice.losers if loser.refuses]
     if refusing:
-        rows.append(("never", ", ".join(refusing), "", "", "cannot run here; muster backends MODEL says why"))
+        others = f"{len(refusing)} other{'s' if len(refusing) > 1 else ''}"
+        why = f"cannot run here: {', '.join(refusing)} (muster backends MODEL says why)"
+        rows.append(("never", others, "", "", why))
     return rows
 
 

@@ -89,6 +89,8 @@ class Selection:
 
 
 def _unknown(backends: Sequence[str]) -> list[UsageError]:
+    if not backends:
+        return []
     here = sorted({name for role in Role for name in registry_of(role).names()})
     elsewhere = {entry.name for role in Role for entry in known(role)}
     return [

@@ -98,7 +98,8 @@ def measure(
         seconds: to spend on each name after the first rounds, which a slow one gets too.
     """
     clocks = {name: Clock.of(several, device, graph_safe=name in graph_safe) for name, several in calls.items()}
-    counts = {name: math.ceil(_REPETITION / _warm(clock)) for name, clock in clocks.items()}
+    patience = min(_WARM_SECONDS, 2 * seconds)
+    counts = {name: math.ceil(_REPETITION / _warm(clock, patience)) for name, clock in clocks.items()}
     readings: dict[str, list[float]] = {name: [] for name in clocks}
     running, end = list(clocks), math.inf
     for number in range(_MAX_ROUNDS):
@@ -112,9 +113,9 @@ def measure(
     return {name: Sample.of(several) for name, several in readings.items()}
 
 
-def _warm(clock: Clock) -> float:
-    """Seconds per call, once every copy was used and two looks in a row agree, or patience ends."""
-    end = time.perf_counter() + _WARM_SECONDS
+def _warm(clock: Clock, patience: float) -> float:
+    """Seconds per call, once every copy was used and two looks in a row agree, or after `patience` seconds."""
+    end = time.perf_counter() + patience
     used, before = 0, math.inf
     while True:
         now = statistics.median(clock.seconds(1) for _ in range(3))

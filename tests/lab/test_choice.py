@@ -115,12 +115,15 @@ def test_a_tie_goes_to_the_simpler(order):
     chosen = choose(field({name: {1: seconds[name], 8: seconds[name]} for name in order}), 0)
     assert entries(chosen) == [(None, order[0])]
     assert losers(chosen) == {order[1]: f"ties with {order[0]}"}
-    assert chosen.choice.entries[0].reason.startswith("a tie")
+    assert chosen.choice.entries[0].why == "a tie, and the simpler or already kept"
 
 
 def test_a_tie_goes_to_the_one_that_runs_the_bucket_before():
     times = {"a": {1: 9.0, 8: 10.0, 64: 5.0}, "b": {1: 3.0, 8: 10.1, 64: 50.0}}
-    assert entries(choose(field(times), 0)) == [(8, "b"), (None, "a")]
+    chosen = choose(field(times), 0)
+    assert entries(chosen) == [(8, "b"), (None, "a")]
+    few = chosen.choice.entries[0]
+    assert few.why == "fastest or in a tie, 3.0x as fast as the next"
 
 
 def test_a_tie_within_the_noise_is_one():
