@@ -12,7 +12,6 @@ from typing import Any
 from muster.engine.request import RequestOutput, SamplingParams
 from muster.engine.stats import Stats
 from muster.errors import NumericsError, UsageError
-from muster.lab.planner import obtain
 from muster.llm import LLM, Delta
 
 
@@ -89,10 +88,8 @@ def _ask() -> str | None:
 
 
 def _load(model: Path, moe_backend: str | None, unproven: bool, max_context: int | None) -> LLM:
-    plan = None if unproven else obtain(model, moe_backend=moe_backend)
-    named = moe_backend if unproven else None
     with _progress(f"loading {model}") as progress:
-        return LLM(model, moe_backend=named, plan=plan, unproven=unproven, max_context=max_context, progress=progress)
+        return LLM(model, moe_backend=moe_backend, unproven=unproven, max_context=max_context, progress=progress)
 
 
 def _mark(llm: LLM, text: str) -> str:
@@ -101,7 +98,7 @@ def _mark(llm: LLM, text: str) -> str:
 
 @contextmanager
 def _progress(text: str) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A bar on a terminal, from the first report on; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -109,9 +106,18 @@ def _progress(text: str) -> Iterator[Any]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(text, total=None)
+
+    def report(done: int, total: int) -> None:
+        # Not before: proving draws on the terminal until the loading begins.
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        bar.stop()
 
 
 def _print_answer(deltas: Iterator[Delta], *, quiet: bool = False, heard: list[str] | None = None) -> RequestOutput:

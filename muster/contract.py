@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from packaging.specifiers import SpecifierSet
@@ -178,6 +179,23 @@ F = TypeVar("F", bound=Declared)
 
 NO_ADAPTER = "no adapter yet"
 
+LIBRARIES: Mapping[str, tuple[Package, ...]] = MappingProxyType(
+    {
+        "aiter": (Package("amd-aiter"),),
+        "cudnn": (Package("flashinfer-python", ">=0.6.11"), Package("nvidia-cudnn-frontend", ">=1.13")),
+        "cute-dsl": (Package("flashinfer-python", ">=0.6.11"), Package("nvidia-cutlass-dsl", ">=4.5")),
+        "deep-gemm": (Package("deep-gemm"),),
+        "flashinfer": (Package("flashinfer-python", ">=0.6.11"),),
+        "torch": (),
+        "trtllm-gen": (Package("flashinfer-python", ">=0.6.11,!=0.6.16.*,!=0.6.17.*"), Package("flashinfer-cubin")),
+        "vllm": (Package("vllm", ">=0.25,<0.26"),),
+    }
+)
+"""What must be installed for kernels that are known and not adapted, by the library that has them."""
+
+COMPILER = "nvcc and ninja, or the flashinfer-jit-cache wheel of the same version"
+"""What FlashInfer's kernels that are compiled at first use need beside it."""
+
 
 @dataclass(frozen=True)
 class Trap:
@@ -241,9 +259,6 @@ class Known(Generic[F]):
         """Against weights that none of its kernels reads: which those read, and on what any of them runs."""
         devices = frozenset[str]().union(*(path.devices for path in self.paths))
         weights = frozenset[str]().union(*(path.weights for path in self.paths))
-        checks = {
-            f"runs on {in_order(devices)}, this is {device.key}": device.key not in devices,
-            f"reads {', '.join(sorted(weights))} weights, these are {problem.weights.name}": True,
-        }
-        decline = Decline.when(checks)
-        return decline.reasons if decline else ()
+        unread = f"reads {', '.join(sorted(weights))} weights, these are {problem.weights.name}"
+        elsewhere = f"runs on {in_order(devices)}, this is {device.key}"
+        return (unread,) if device.key in devices else (elsewhere, unread)

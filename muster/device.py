@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 
 from muster.errors import UsageError
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+)
+"""Dtypes of activations by the names that problems call them."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,11 @@ class Device:
     memory: int
     cores: int
     present: bool = True
+
+    @property
+    def activations(self) -> Literal["f32", "bf16"]:
+        """The dtype that models compute in there, by its name in `DTYPES`."""
+        return "f32" if self.key == "cpu" else "bf16"
 
     @property
     def torch_device(self) -> torch.device:

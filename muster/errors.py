@@ -17,6 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
+INTERRUPTED = 130
+"""Exit code of work that the user stopped."""
+
 
 class MusterError(Exception):
     """One fact that stops the work, or several of the same kind (`reasons`).
@@ -65,6 +68,11 @@ class MusterError(Exception):
         if not reasons:
             return None
         return cls(thing, found=f"{len(reasons)} problem{'s' if len(reasons) > 1 else ''}", hint=hint, reasons=reasons)
+
+    @classmethod
+    def only_or_all(cls, thing: str, reasons: Sequence[MusterError]) -> MusterError | None:
+        """As `gather`, where one error alone needs no heading: the only one itself."""
+        return reasons[0] if len(reasons) == 1 else cls.gather(thing, reasons)
 
 
 class UnprovenError(MusterError):

@@ -61,7 +61,7 @@ class LLM:
     Raises:
         InputError: a bad argument, config or checkpoint, with every problem found.
         UnprovenError: a part that no proven backend can run, or `moe_backend` is not proven.
-        NumericsError: what the loaded model computes is wrong (`Canary`).
+        NumericsError: what the loaded model computes is wrong (`engine.canary`).
     """
 
     def __init__(

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from setting import setting
 
 from muster import LLM, SamplingParams, env
-from muster.device import cpu
 from muster.lab.bandwidth import read_bandwidth
 from muster.lab.demo import write_demo
 
@@ -48,7 +47,7 @@ def main() -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with arguments.output.open("w") as lines:
         for record in records:
-            lines.write(json.dumps({**record, **setting()}) + "\n")
+            lines.write(json.dumps({**record, **setting("transformers")}) + "\n")
     print_table(records)
 
 
@@ -66,12 +65,15 @@ def speed_records(demo: Path, rounds: int) -> list[dict[str, Any]]:
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     bandwidth: list[float] = []
     batch: dict[int, list[float]] = {8: [], 32: []}
+    beside: list[float] = []
     for index in range(rounds):
         bandwidth.append(read_bandwidth(torch.device("cpu")))
         for name, contestant in contestants.items():
             runs[name].append(contestant())
         for count, rates in batch.items():
             rates.append(time_batch(batched, count))
+        with a_busy_core():
+            beside.append(time_muster(batched)[1])
         sys.stderr.write(f"round {index + 1} of {rounds}\n")
 
     records = [figure("read bandwidth, GB/s", "all threads", [value / 1e9 for value in bandwidth])]
@@ -89,6 +91,7 @@ def speed_records(demo: Path, rounds: int) -> list[dict[str, Any]]:
         records.append(figure(f"prefill of {PREFILL}, tok/s", name, [prefill for prefill, _ in pairs]))
     for count, rates in batch.items():
         records.append(figure(f"decode of {count} requests, tok/s", "muster nvfp4", rates))
+    records.append(figure("decode beside a busy core, tok/s", "muster nvfp4", beside))
     return records
 
 
@@ -106,6 +109,17 @@ def time_batch(llm: LLM, count: int) -> float:
     prompts = [prompt_ids(time.time_ns() + i)[:16] for i in range(count)]
     llm.generate(prompts, SamplingParams(max_tokens=DECODE + 1, ignore_eos=True))
     return llm.stats.since(before).decode_rate
+
+
+@contextmanager
+def a_busy_core() -> Iterator[None]:
+    """Another program that takes all of a core's time."""
+    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        program.kill()
+        program.wait()
 
 
 def transformers_contestant(directory: Path) -> Callable[[], tuple[float, float]]:
@@ -176,22 +190,6 @@ def figure(what: str, who: str, rounds: list[float], **extra: Any) -> dict[str, 
         "median": round(statistics.median(rounds), 2),
         "rounds": [round(r, 2) for r in rounds],
         **extra,
-    }
-
-
-def setting() -> dict[str, Any]:
-    """What was measured, where and when."""
-    device = cpu()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-    import transformers
-
-    return {
-        "machine": f"{device.name}, {device.cores} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit.stdout.strip(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

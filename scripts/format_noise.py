@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from setting import setting
 
 from muster.formats.codec import decode, encode
 from muster.formats.spec import FORMATS
@@ -31,6 +32,7 @@ def main() -> None:
                 "relative_rms": round(sum(errors) / SEEDS, 5),
                 "shape": SHAPE,
                 "seeds": SEEDS,
+                **setting(),
             }
             lines.write(json.dumps(record) + "\n")
             print(json.dumps(record))

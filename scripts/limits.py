@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from setting import setting
 from torch import Tensor
 
 from muster.device import cpu
@@ -71,6 +72,8 @@ def main() -> None:
                 "draws": len(errors),
                 "whole": {"median": whole[len(whole) // 2], "worst": whole[-1]},
                 "worst_token": {"median": tokens[len(tokens) // 2], "worst": tokens[-1]},
+                "ideal_whole": max(error.ideal_whole or 0.0 for error in errors),
+                **setting(),
             }
             lines.write(json.dumps(record) + "\n")
             known = worst.get(record["grade"], (0.0, 0.0))

@@ -31,7 +31,7 @@ RULES = {
 RULES["server"] = {"engine", *RULES["engine"]}
 RULES["lab"] = {"llm", "model", "engine", *RULES["engine"]}
 RULES["llm"] = {"engine", "lab", *RULES["engine"]}
-RULES["console"] = {"llm", "lab", *RULES["llm"]}
+RULES["console"] = {"llm", *RULES["llm"]}
 RULES["cli"] = {"lab", "console", "errors", "__init__"}
 RULES["__init__"] = {"llm", "engine"}
 

@@ -56,8 +56,9 @@ def read_config(path: Path) -> Reading:
             values[name] = load_object(place)
         except ConfigError as error:
             problems.append(error)
-    if problems:
-        raise problems[0] if len(problems) == 1 else ConfigError(f"{path}: config files", reasons=problems)
+    unreadable = ConfigError.only_or_all(f"{path}: config files", problems)
+    if unreadable is not None:
+        raise unreadable
     return interpret(values[CONFIG], values.get(HF_QUANT_CONFIG), values.get(GENERATION_CONFIG), where=str(path))
 
 

@@ -7,17 +7,21 @@ wide, and only a wrong computation passes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
 from muster.attention.interface import AttentionBatch, KVPages
+from muster.device import DTYPES
 from muster.errors import NumericsError
 from muster.model.decoder import Decoder
 
 TOKENS = 4
 LENGTH = 9
 """Tokens of the text that the model reads: at once, and all but the last and then the last."""
-LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+LIMITS: Mapping[str, float] = MappingProxyType({"f32": 1e-3, "bf16": 0.1})
 """Relative RMS, by the dtype of activations; a swapped matrix or a scale applied twice is off by 1 and more."""
 
 
@@ -41,9 +45,8 @@ def _experts(decoder: Decoder) -> list[NumericsError]:
     layers = decoder.expert_layers
     problems = []
     for number in sorted({*list(layers)[:1], *list(layers)[-1:]}):
-        x_TD = _activations(decoder)
-        limit = LIMITS[x_TD.dtype]
-        for backend, distance in layers[number].distances(x_TD).items():
+        limit = LIMITS[decoder.device.activations]
+        for backend, distance in layers[number].distances(_activations(decoder)).items():
             if not distance <= limit:
                 problems.append(
                     NumericsError(
@@ -59,8 +62,7 @@ def _activations(decoder: Decoder) -> Tensor:
     """What follows a norm: numbers of size one."""
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(TOKENS, decoder.spec.hidden, generator=generator)
-    dtype = torch.float32 if decoder.device.key == "cpu" else torch.bfloat16
-    return x_TD.to(decoder.device.torch_device, dtype)
+    return x_TD.to(decoder.device.torch_device, DTYPES[decoder.device.activations])
 
 
 def _logits(decoder: Decoder) -> list[NumericsError]:
@@ -87,7 +89,7 @@ def _decoded(decoder: Decoder, tokens_T: Tensor, expected_V: Tensor) -> list[Num
     _forward(decoder, cache, tokens_T[:-1], 0)
     found_V = _forward(decoder, cache, tokens_T[-1:], len(tokens_T) - 1)[-1]
     distance = float((found_V - expected_V).square().mean().sqrt() / expected_V.square().mean().sqrt())
-    limit = LIMITS[torch.float32 if decoder.device.key == "cpu" else torch.bfloat16]
+    limit = LIMITS[decoder.device.activations]
     if distance <= limit:
         return []
     found = f"a relative RMS of {distance:.2g} between prefill and decode of the same tokens"

@@ -6,11 +6,9 @@ its name out of this table and declares the adapter's own facts, which are then 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-from muster.contract import LINEAR, Known, Package, Trap
+from muster.contract import COMPILER, LIBRARIES, LINEAR, Known, Package, Trap
 from muster.device import AMPERE, BLACKWELL, BLACKWELL_RTX, CDNA, COMPUTE_CAPABILITIES, HOPPER, THOR
 from muster.formats.rounding import EXACT, Grid, Rounding
 from muster.gemm.backend import LinearFacts
@@ -28,22 +26,6 @@ A8_GROUP = Rounding(input=Grid.FP8_GROUP)
 A8_MX = Rounding(input=Grid.MXFP8)
 A4 = Rounding(input=Grid.NVFP4)
 
-PACKAGES: Mapping[str, tuple[Package, ...]] = MappingProxyType(
-    {
-        "aiter": (Package("amd-aiter"),),
-        "cudnn": (Package("flashinfer-python", ">=0.6.11"), Package("nvidia-cudnn-frontend", ">=1.13")),
-        "cute-dsl": (Package("flashinfer-python", ">=0.6.11"), Package("nvidia-cutlass-dsl", ">=4.5")),
-        "deep-gemm": (Package("deep-gemm"),),
-        "flashinfer": (Package("flashinfer-python", ">=0.6.11"),),
-        "torch": (),
-        "trtllm-gen": (Package("flashinfer-python", ">=0.6.11,!=0.6.16.*,!=0.6.17.*"), Package("flashinfer-cubin")),
-        "vllm": (Package("vllm", ">=0.25,<0.26"),),
-    }
-)
-"""What must be installed, by the library whose kernels they are."""
-
-COMPILER = "nvcc and ninja, or the flashinfer-jit-cache wheel of the same version"
-
 
 def _path(
     devices: frozenset[str],
@@ -60,7 +42,7 @@ def _path(
         weights=frozenset(weights.split()),
         dtypes=frozenset(dtypes.split()),
         rounding=rounding,
-        packages=PACKAGES.get(packages, (Package(packages),)),
+        packages=LIBRARIES.get(packages, (Package(packages),)),
         rows_multiple=align[0],
         columns_multiple=align[1],
         **dict.fromkeys(traits.split(), True),  # type: ignore[arg-type]

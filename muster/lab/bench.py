@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muster import env
-from muster.errors import UnprovenError
+from muster.errors import INTERRUPTED, UnprovenError
 from muster.lab import records, units
 from muster.lab.cases import Part
 from muster.lab.evidence import Verdict
@@ -22,8 +22,6 @@ from muster.lab.selection import Selection
 from muster.lab.standing import Standing, Standings, shortfalls, spans, title
 from muster.lab.table import Column, Section, Table
 from muster.lab.timing import Sample
-
-INTERRUPTED = 130
 
 _COLUMNS = (
     Column("tokens", right=True),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muster.contract import Decline
-from muster.device import Device
+from muster.device import DTYPES, Device
 from muster.errors import UsageError
 from muster.formats.matrix import QuantMatrix
 from muster.formats.rounding import EXACT, Rounding
@@ -23,7 +23,6 @@ from muster.gemm import reference as linear_reference
 from muster.gemm.problem import LinearProblem
 from muster.gemm.registry import linears
 from muster.lab.inputs import (
-    DTYPES,
     ExpertInputs,
     Inputs,
     LinearInputs,

@@ -43,8 +43,9 @@ def choose(field: Field, budget: int, requested: str | None = None) -> Choosing:
         UnprovenError: a bucket without a proven backend, or `requested` is not proven where it is meant to run.
     """
     problems = lacking(field.standings if requested is None else field.of(requested), requested)
-    if problems:
-        raise problems[0] if len(problems) == 1 else UnprovenError(f"{requested} is not proven", reasons=problems)
+    error = UnprovenError.only_or_all(f"{requested} is not proven", problems)
+    if error is not None:
+        raise error
     ranks = {names: _rank(field, names, requested) for names in _subsets(field) if _covers(field, names, requested)}
     if not ranks:
         unbounded = [standing for standing in field.standings if standing.contender.max_tokens is None]

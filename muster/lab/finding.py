@@ -24,9 +24,9 @@ from types import MappingProxyType
 
 import torch
 
+from muster.device import DTYPES
 from muster.lab.cases import Case, Inputs, build
 from muster.lab.evidence import Errors, Verdict
-from muster.lab.inputs import DTYPES
 from muster.lab.isolate import Outcome
 from muster.lab.poison import PoisonedOutput
 from muster.lab.tolerance import judge

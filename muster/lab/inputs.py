@@ -22,8 +22,6 @@ from muster.moe.backend import Routed
 from muster.moe.problem import MoEProblem
 from muster.moe.weights import ExpertWeights
 
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-
 UP_OVER_GATE = 1.7
 """How much larger drawn up rows are than gate rows: more than an e4m3 step, so that mixing up their scales shows."""
 

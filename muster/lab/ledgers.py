@@ -16,7 +16,7 @@ import torch
 from muster import env
 from muster.device import cpu, cuda
 from muster.errors import EnvironmentLackError, UsageError
-from muster.lab import exchange, traces
+from muster.lab import exchange, traces, units
 from muster.lab.environment import NOTED, current, source_hash
 from muster.lab.evidence import Evidence, Timing, Verdict
 from muster.lab.ledger import Ledger, reasons_against
@@ -85,7 +85,7 @@ def show_command(id: str, *, json: bool) -> None:
         sys.stdout.write(jsonlib.dumps({**document, "timings": [to_json(timing) for timing in resting]}) + "\n")
         return
     lines = [*_fields(document)]
-    lines += [f"{'time':<18} {_seconds(timing.median)} ({timing.id})" for timing in resting]
+    lines += [f"{'time':<18} {units.time(timing.median)} ({timing.id})" for timing in resting]
     sys.stdout.write("".join(f"{_printable(line)}\n" for line in lines))
 
 
@@ -173,7 +173,7 @@ def _evidence_table(rows: Sequence[Evidence]) -> Table:
 
 def _timing_table(rows: Sequence[Timing]) -> Table:
     columns = (Column("backend"), Column("tokens", right=True), Column("time", right=True), Column("floor", right=True))
-    return _table(columns, [(row, (row.backend, str(row.tokens), _seconds(row.median), _share(row))) for row in rows])
+    return _table(columns, [(row, (row.backend, str(row.tokens), units.time(row.median), _share(row))) for row in rows])
 
 
 def _summary(evidence: Sequence[Evidence], timings: Sequence[Timing], *, hidden: int) -> str:
@@ -217,10 +217,6 @@ def _fields(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _share(timing: Timing) -> str:
     return f"{timing.floor / timing.median:.0%}" if timing.median > 0 else "-"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3f} ms"
 
 
 def _printable(text: str) -> str:

@@ -55,9 +55,9 @@ def machines(names: str, *, tensor: int | None, expert: int | None, measured: bo
             problems.append(problem)
     if not found and not problems:
         problems.append(UsageError("--gpu", found="nothing", expected="the name of a GPU, or here"))
-    error = UsageError.gather("--gpu", problems)
+    error = UsageError.only_or_all("--gpu", problems)
     if error is not None:
-        raise problems[0] if len(problems) == 1 else error
+        raise error
     return tuple(found)
 
 

@@ -37,9 +37,9 @@ def load_of(batch: int, context: int) -> Load:
         for name, (value, low, high) in checks.items()
         if not low <= value <= high
     ]
-    error = UsageError.gather("options", problems)
+    error = UsageError.only_or_all("options", problems)
     if error is not None:
-        raise problems[0] if len(problems) == 1 else error
+        raise error
     return Load(batch, context)
 
 

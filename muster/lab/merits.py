@@ -9,7 +9,7 @@ from itertools import groupby
 from muster.lab.evidence import Verdict
 from muster.lab.field import Field
 from muster.lab.standing import Standing
-from muster.lab.units import size
+from muster.lab.units import size, tokens
 from muster.plan import Loser, Range, times
 
 
@@ -100,7 +100,7 @@ def _slower(field: Field, name: str, winners: Sequence[Winner], requested: str |
     gains = {bucket: 1 / factor for bucket, factor in factors.items() if factor < 1}
     if gains:
         counts, most = ", ".join(map(str, gains)), max(gains.values())
-        yield f"up to {times((most, most))} as fast at {counts} tokens, but over the layout budget"
+        yield f"up to {times((most, most))} as fast at {tokens(counts)}, but over the layout budget"
     elif factors:
         yield f"takes {times((min(factors.values()), max(factors.values())))} the time of {_names(clear)}"
     else:
@@ -115,7 +115,7 @@ def _faults(standings: Sequence[Standing]) -> Iterator[str]:
             failures = {row.id for one in same for row in one.evidence if row.verdict.failed}
             more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
             span = f"{same[0].tokens}-{same[-1].tokens}" if len(same) > 1 else f"{same[0].tokens}"
-            yield f"{verdict} at {span} tokens: {same[0].why}{more}"
+            yield f"{verdict} at {tokens(span)}: {same[0].why}{more}"
         elif verdict is not Verdict.PROVEN:
             yield from dict.fromkeys(standing.why for standing in same)
 
@@ -127,14 +127,14 @@ def _alone(field: Field, others: Sequence[str], bucket: int) -> str:
 
 
 def _bound(field: Field, name: str) -> str:
-    return f"{name} is meant for up to {field.bound(name)} tokens"
+    return f"{name} is meant for up to {tokens(field.bound(name) or 0)}"
 
 
 def _gain(field: Field, before: Sequence[Winner], after: Sequence[Winner]) -> str:
     """How much faster one line-up is than another, where it gains most."""
     pairs = zip(before[:-1], after[:-1], strict=True)
     gain, bucket = max((field.factor(a.bucket, a.name, b.name), a.bucket) for a, b in pairs)
-    return f"up to {times((gain, gain))} the speed (at {bucket} token{'s' if bucket > 1 else ''})"
+    return f"up to {times((gain, gain))} the speed (at {tokens(bucket)})"
 
 
 def _names(winners: Sequence[Winner]) -> str:

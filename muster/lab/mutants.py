@@ -13,13 +13,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from muster.device import DTYPES
 from muster.formats.codec import decode
 from muster.formats.matrix import QuantMatrix
 from muster.formats.rounding import Grid, Rounding, round_to
 from muster.formats.spec import Element
 from muster.lab import miscoded, misrouted
 from muster.lab.cases import Case, ExpertInputs, Inputs, LinearInputs, reference
-from muster.lab.inputs import DTYPES
 from muster.lab.miscoded import Misread
 from muster.lab.misrouted import Misroute, MisrouteRow
 from muster.moe.problem import ActivationName, MoEProblem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from muster.checkpoint.loader import Loader
 from muster.checkpoint.quant import Stored
@@ -249,12 +248,11 @@ def _linears(loader: Loader, device: Device, product: Product) -> Iterator[tuple
     """The problem of a product, or one for each of its modules where they cannot be one matrix."""
     modules = tuple(product.modules)
     groups = [modules] if fuses(loader, product) else [(module,) for module in modules]
-    dtype: Literal["f32", "bf16"] = "f32" if device.key == "cpu" else "bf16"
     for group in groups:
         first = loader.survey.modules[group[0]]
         rows = sum(product.modules[module] for module in group)
         act_order = _order(loader, first) is not None
-        yield LinearProblem(rows, product.columns, first.format, dtype, product.bias, act_order), group[0]
+        yield LinearProblem(rows, product.columns, first.format, device.activations, product.bias, act_order), group[0]
 
 
 def fuses(loader: Loader, product: Product) -> bool:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from muster.device import Device
+from muster.device import DTYPES, Device
 from muster.formats.spec import Format
 from muster.lab.bandwidth import read_bandwidth
 from muster.lab.clock import between_events
-from muster.lab.inputs import DTYPES
 
 FILE = "peaks.json"
 _SIZE = {"cpu": 512, "cuda": 8192}

@@ -91,7 +91,7 @@ def obtain(directory: Path, moe_backend: str | None = None) -> Plan:
     home = env.read().home
     selection = Selection.of(directory)
     if moe_backend is not None:
-        Selection.of(directory, backends=(moe_backend,), role=Role.EXPERTS)
+        selection.only(moe_backend, Role.EXPERTS)
     shelf = Shelf(home, selection.device)
     with Ledger.open(home) as ledger:
         standings = Standings(ledger, selection.device)

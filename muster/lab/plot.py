@@ -155,8 +155,9 @@ def check_can_save(path: Path) -> None:
         problems.append(UsageError("--plot", found=f"{path}", expected=f"a name that ends in {', '.join(SUFFIXES)}"))
     if not path.parent.is_dir():
         problems.append(UsageError("--plot", found=f"no directory {path.parent}", expected="one that exists"))
-    if problems:
-        raise problems[0] if len(problems) == 1 else UsageError("--plot", reasons=problems)
+    error = UsageError.only_or_all("--plot", problems)
+    if error is not None:
+        raise error
     if importlib.util.find_spec("matplotlib") is None:
         raise EnvironmentLackError(
             "--plot", found="no matplotlib", expected="it installed", hint="pip install 'muster-moe[plot]'"

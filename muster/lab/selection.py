@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.checkpoint.loader import Loader
@@ -61,20 +61,36 @@ class Selection:
         problems = list(problems)
         problems += [*_unknown(backends), *_unknown_role(role)]
         buckets = _buckets(tokens, problems) if tokens is not None else None
-        if problems:
-            raise problems[0] if len(problems) == 1 else UsageError("options", reasons=problems)
+        error = UsageError.only_or_all("options", problems)
+        if error is not None:
+            raise error
         device = cpu()
         directory = model.absolute()
         found = parts(Loader.open(directory, draft=True), device)
-        names = frozenset(backends) or None
-        chosen = _of_role(found, role, directory)
-        if names is not None:
-            chosen = tuple(part for part in chosen if names & set(registry_of(part.role).names()))
-            if not chosen:
-                kinds = ", ".join(dict.fromkeys(part.role.value for part in _of_role(found, role, directory)))
-                raise UsageError("--backend", found=", ".join(sorted(names)), expected=f"a backend for {kinds}")
         default = BUCKETS["cpu" if device.key == "cpu" else "cuda"]
-        return cls(directory, device, chosen, buckets or default, names)
+        return cls(directory, device, _of_role(found, role, directory), buckets or default)._narrowed(backends)
+
+    def only(self, backend: str, role: Role) -> Selection:
+        """The parts of one role, and one backend for them.
+
+        Raises:
+            UsageError: no such backend, or one of another kind; the checkpoint has no such parts.
+        """
+        error = UsageError.only_or_all("options", _unknown((backend,)))
+        if error is not None:
+            raise error
+        return replace(self, parts=_of_role(self.parts, role, self.directory))._narrowed((backend,))
+
+    def _narrowed(self, backends: Sequence[str]) -> Selection:
+        """The parts that one of these backends is for; with none, all."""
+        names = frozenset(backends)
+        if not names:
+            return self
+        parts = tuple(part for part in self.parts if names & set(registry_of(part.role).names()))
+        if not parts:
+            kinds = ", ".join(dict.fromkeys(part.role.value for part in self.parts))
+            raise UsageError("--backend", found=", ".join(sorted(names)), expected=f"a backend for {kinds}")
+        return replace(self, parts=parts, names=names)
 
     def contenders(self) -> tuple[Contender, ...]:
         """Every backend asked for on every part of its kind."""

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from muster.device import Device
 from muster.errors import UnprovenError, UsageError
-from muster.lab import environment
+from muster.lab import environment, units
 from muster.lab.cases import Case, Part, Role
 from muster.lab.contender import Contender
 from muster.lab.evidence import Evidence, Verdict
@@ -54,7 +54,7 @@ class Standing:
         if self.contender.refusal is not None:
             return "; ".join(self.contender.reasons)
         if not self.asked:
-            return f"meant for up to {self.contender.max_tokens} tokens"
+            return f"meant for up to {units.tokens(self.contender.max_tokens or 0)}"
         if self.verdict is Verdict.PROVEN:
             return ""
         if not self.evidence:
@@ -178,14 +178,14 @@ def shortfalls(standings: Sequence[Standing], *, by_name: bool) -> tuple[Unprove
 
 
 def _gap(part: Part, bare: Sequence[Standing]) -> UnprovenError:
-    tokens = ", ".join(str(count) for count in dict.fromkeys(one.tokens for one in bare))
+    counts = ", ".join(str(count) for count in dict.fromkeys(one.tokens for one in bare))
     reasons = [_shortfall(span, same[0]) for span, same in spans(bare)]
-    return UnprovenError(f"{part.key} at {tokens} tokens", found="no proven backend", reasons=reasons)
+    return UnprovenError(f"{part.key} at {units.tokens(counts)}", found="no proven backend", reasons=reasons)
 
 
 def _shortfall(span: str, standing: Standing) -> UnprovenError:
     return UnprovenError(
-        f"{standing.contender.backend} at {span} tokens of {standing.contender.part.key}",
+        f"{standing.contender.backend} at {units.tokens(span)} of {standing.contender.part.key}",
         found=f"{standing.verdict.value}, {standing.why}",
         expected="proven",
     )

@@ -71,7 +71,7 @@ def _linear(module: Module, weights: Format, device: Device) -> LinearProblem:
         rows,
         columns,
         weights,
-        dtype="f32" if device.key == "cpu" else "bf16",
+        dtype=device.activations,
         bias=module.parameters > module.count * prod(module.shape),
     )
 

@@ -33,6 +33,11 @@ def exact(count: int) -> str:
     return f"{count:,}"
 
 
+def tokens(count: int | str) -> str:
+    """`1 token`, `8 tokens`, `1-64 tokens`."""
+    return f"{count} token{'' if str(count) == '1' else 's'}"
+
+
 def time(seconds: float) -> str:
     """`3.25 ms`, `412 us`."""
     for unit, letter in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from muster import env
-from muster.errors import UnprovenError, UsageError
+from muster.errors import INTERRUPTED, UnprovenError, UsageError
 from muster.lab import records
 from muster.lab.cases import Case, Part
 from muster.lab.ledger import Ledger
@@ -25,8 +25,6 @@ from muster.lab.selection import Agenda, Selection
 from muster.lab.standing import Standing, Standings, closest, shortfalls, spans, stand, title
 from muster.lab.table import Column, Section, Table
 from muster.lab.tally import Tally
-
-INTERRUPTED = 130
 
 _COLUMNS = (
     Column("backend"),
@@ -222,7 +220,8 @@ class Outcome:
 
 
 def _row(span: str, same: Sequence[Standing]) -> tuple[str, ...]:
-    rows = [row for standing in same for row in standing.evidence]
+    # The case without tokens is evidence for every bucket.
+    rows = list({row.id: row for standing in same for row in standing.evidence}.values())
     pair = max(filter(None, map(closest, rows)), key=lambda pair: pair[0] / pair[1], default=None)
     figures = ("", "") if pair is None else (f"{pair[0]:.1e}", f"{pair[1]:.1e}")
     return same[0].contender.backend, span, same[0].verdict.value, str(len(rows) or ""), *figures, same[0].why

@@ -58,7 +58,7 @@ def workload(batch: int, context: int, cache: str, drafts: int | None, acceptanc
         for name, (value, sound, expected) in checks.items()
         if not sound
     ]
-    error = UsageError.gather("options", problems)
+    error = UsageError.only_or_all("options", problems)
     if error is not None:
-        raise problems[0] if len(problems) == 1 else error
+        raise error
     return Workload(batch, context, "fp8" if cache == "fp8" else "bf16", drafts, acceptance)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muster.attention.interface import AttentionBatch, KVPages
 from muster.checkpoint.spec import GroupedAttention, ModelSpec, RopeSpec
-from muster.device import Device
+from muster.device import DTYPES, Device
 from muster.model.attention import Step
 from muster.model.layers import Embedding, Projection, RMSNorm, Rope
 from muster.moe.layer import MoELayer
@@ -91,7 +91,7 @@ class Decoder:
             if self.device.key == "cpu":
                 # numpy leaves it to the system to give a zero page when it is first used; torch.zeros touches all.
                 return torch.from_numpy(np.zeros(shape, dtype=np.float32))
-            return torch.zeros(shape, dtype=torch.bfloat16, device=self.device.torch_device)
+            return torch.zeros(shape, dtype=DTYPES[self.device.activations], device=self.device.torch_device)
 
         attentions = [layer.attention for layer in self.spec.layers]
         return tuple(KVPages(empty(a), empty(a)) for a in attentions if isinstance(a, GroupedAttention))

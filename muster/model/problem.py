@@ -20,7 +20,7 @@ def moe_problem(moe: MoESpec, hidden: int, weights: Format, device: Device, act_
         local_experts=moe.experts,
         weights=weights,
         act_order=act_order,
-        dtype="f32" if device.key == "cpu" else "bf16",
+        dtype=device.activations,
         activation=Activation(cast("ActivationName", moe.activation), moe.limit, moe.alpha),
         bias=moe.bias,
     )

@@ -7,11 +7,9 @@ its name out of this table and declares the adapter's own facts, which are then 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-from muster.contract import DISPATCHER, FUSED_FUNC, RUNNER_CORE, Known, Package
+from muster.contract import COMPILER, DISPATCHER, FUSED_FUNC, LIBRARIES, RUNNER_CORE, Known, Package
 from muster.device import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, CDNA, COMPUTE_CAPABILITIES, HOPPER, THOR
 from muster.formats.rounding import EXACT, Grid, Rounding
 from muster.formats.spec import FORMATS
@@ -36,20 +34,6 @@ A4 = Rounding(input=Grid.NVFP4, inner=Grid.NVFP4)
 ALL, GATED = "silu gelu relu2 swiglu-oai", "silu gelu swiglu-oai"
 GPT_OSS = "silu swiglu-oai"
 
-PACKAGES: Mapping[str, tuple[Package, ...]] = MappingProxyType(
-    {
-        "aiter": (Package("amd-aiter"),),
-        "cute-dsl": (Package("flashinfer-python", ">=0.6.11"), Package("nvidia-cutlass-dsl", ">=4.5")),
-        "deep-gemm": (Package("deep-gemm"),),
-        "flashinfer": (Package("flashinfer-python", ">=0.6.11"),),
-        "trtllm-gen": (Package("flashinfer-python", ">=0.6.11,!=0.6.16.*,!=0.6.17.*"), Package("flashinfer-cubin")),
-        "vllm": (Package("vllm", ">=0.25,<0.26"),),
-    }
-)
-"""What must be installed, by the library whose kernels they are."""
-
-COMPILER = "nvcc and ninja, or the flashinfer-jit-cache wheel of the same version"
-
 
 def _path(
     devices: frozenset[str],
@@ -68,7 +52,7 @@ def _path(
         weights=frozenset(weights.split()),
         activations=frozenset(activations.split()),  # type: ignore[arg-type]
         rounding=rounding,
-        packages=PACKAGES.get(packages, (Package(packages),)),
+        packages=LIBRARIES.get(packages, (Package(packages),)),
         dtypes=frozenset(dtypes.split()),
         hidden_multiple=align[0],
         inner_multiple=align[1],

@@ -64,12 +64,11 @@ class MoELayer:
         self._route = self._router(problem.routing, problem.experts, device)
         self._shared = shared
         self._workspace = workspace or Workspace(target)
-        bound = {name: bind(name, problem, experts, choice.dispatcher) for name in choice.backends}
-        self._bound = tuple(bound.values())
-        self._steps = tuple((entry.max_tokens, bound[entry.backend]) for entry in choice.entries)
+        self._choice = choice
+        self._bound = {name: bind(name, problem, experts, choice.dispatcher) for name in choice.backends}
         self._used: dict[str, None] = {}
         gate_bytes = sum(t.nbytes for t in (self._gate_ED, self._gate_bias_E, self._selection_bias_E) if t is not None)
-        self.nbytes = gate_bytes + experts.nbytes + sum(step.prepared.nbytes for step in bound.values())
+        self.nbytes = gate_bytes + experts.nbytes + sum(bound.prepared.nbytes for bound in self._bound.values())
 
     @property
     def backends_used(self) -> tuple[str, ...]:
@@ -83,11 +82,17 @@ class MoELayer:
         """
         x_TD = x_TD.contiguous()
         routed = self._route(functional.linear(x_TD.float(), self._gate_ED, self._gate_bias_E))
-        return {experts.name: self._distance(experts, x_TD, routed) for experts in self._bound}
+        roundings = {name: backends().get(name).facts.rounding for name in self._bound}
+        truths = {
+            rounding: expert_layer(self._problem, self._weights, x_TD, routed, rounding=rounding)
+            for rounding in set(roundings.values())
+        }
+        return {
+            name: self._distance(experts, x_TD, routed, truths[roundings[name]])
+            for name, experts in self._bound.items()
+        }
 
-    def _distance(self, experts: Experts, x_TD: Tensor, routed: Routed) -> float:
-        rounding = backends().get(experts.name).facts.rounding
-        truth_TD = expert_layer(self._problem, self._weights, x_TD, routed, rounding=rounding)
+    def _distance(self, experts: Experts, x_TD: Tensor, routed: Routed, truth_TD: Tensor) -> float:
         out_TD = torch.full_like(x_TD, math.nan)
         experts.run(x_TD, routed, out_TD, self._workspace)
         worst = (out_TD.double() - truth_TD).square().mean(-1).sqrt().amax()
@@ -101,7 +106,7 @@ class MoELayer:
         if not tokens:
             return out_TD
         logits_TE = functional.linear(x_TD.float(), self._gate_ED, self._gate_bias_E)
-        experts = self._experts_for(tokens)
+        experts = self._bound[self._choice.backend_for(tokens)]
         experts.run(x_TD, self._route(logits_TE), out_TD, self._workspace)
         self._used[experts.name] = None
         return out_TD if self._shared is None else out_TD.add_(self._shared(x_TD))
@@ -111,6 +116,3 @@ class MoELayer:
         if device.key == "cpu" and native.available() and fast.routes(rule, experts):
             return lambda logits_TE: fast.route(logits_TE, rule)
         return lambda logits_TE: route(logits_TE, rule, self._selection_bias_E)
-
-    def _experts_for(self, tokens: int) -> Experts:
-        return next(step for bound, step in self._steps if bound is None or tokens <= bound)

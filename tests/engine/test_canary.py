@@ -33,7 +33,7 @@ def test_a_sound_model_passes(decoder):
     "spoil", [lambda out: out.mul_(1.02), lambda out: out[1:2].fill_(torch.nan), lambda out: out.copy_(out.flip(0))]
 )
 def test_a_backend_that_computes_wrongly_is_named(decoder, monkeypatch, spoil):
-    [*_, experts] = last_experts(decoder)._bound
+    [*_, experts] = last_experts(decoder)._bound.values()
     right = experts.run
 
     def wrong(x_TD, routed, out_TD, workspace):

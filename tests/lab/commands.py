@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,21 +58,6 @@ def checkpoint(directory):
     """A Mixtral of one layer in bf16, of a size that every backend of ours takes."""
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
     return oracle.save(oracle.make("mixtral", stored=torch.bfloat16, **sizes), directory, torch.bfloat16)
-
-
-def install(package, site):
-    """Puts a package's modules and the metadata of its pyproject.toml into `site`, as pip would leave them."""
-    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    for module in package.glob("*.py"):
-        shutil.copy(module, site)
-    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = []
-    for group, points in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return site
 
 
 def first_line(stream, beginning):

@@ -3,12 +3,13 @@
 import signal
 
 import pytest
+from installed import install
 
 from muster.lab.evidence import Verdict
 from muster.lab.ledger import FILE, Ledger
 
 from . import commands
-from .commands import MISBEHAVING, Muster, first_line, install
+from .commands import MISBEHAVING, Muster, first_line
 
 OPTIONS = ("--role", "experts", "--tokens", "1,4")
 

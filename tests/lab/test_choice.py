@@ -206,7 +206,7 @@ def test_a_bucket_that_nobody_is_proven_for_names_every_reason():
         choose(hole, 0)
     text = str(refusal.value)
     assert f"{PART.key} at 8 tokens" in text
-    for word in ("far off (evidence bad-8)", "triton is not installed", "no GPU", "meant for up to 1 tokens"):
+    for word in ("far off (evidence bad-8)", "triton is not installed", "no GPU", "meant for up to 1 token"):
         assert word in text
 
 
@@ -246,7 +246,7 @@ def test_a_second_layout_over_the_budget_is_refused_and_the_remark_says_what_it_
     [remark] = chosen.remarks
     for word in ("2.15 GB more", "3.0x the speed (at 1 token)", "the budget is 2.15 GB"):
         assert word in remark
-    assert losers(chosen) == {"b": "up to 3.0x as fast at 1 tokens, but over the layout budget"}
+    assert losers(chosen) == {"b": "up to 3.0x as fast at 1 token, but over the layout budget"}
     assert chosen.choice.entries[0].reason == "fastest within the layout budget"
 
 

@@ -5,10 +5,11 @@ import signal
 
 import pytest
 from engine import tiny
+from installed import install
 
 from muster.lab.ledger import FILE, Ledger
 
-from .commands import MISBEHAVING, SECONDS, Muster, first_line, install
+from .commands import MISBEHAVING, SECONDS, Muster, first_line
 
 ASK = ("--prompt", "hi", "--max-tokens", "4")
 PROVING = "proven, "

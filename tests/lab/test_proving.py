@@ -2,15 +2,14 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tomllib
 import uuid
 from pathlib import Path
 
 import pytest
 import torch
+from installed import install
 
 from muster import device
 from muster.lab.proving import probe
@@ -84,18 +83,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A directory as pip would leave it: the modules, and metadata made from pyproject.toml."""
-    path = tmp_path_factory.mktemp("site")
-    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    for module in PACKAGE.glob("*.py"):
-        shutil.copy(module, path)
-    info = path / f"muster_misbehaving-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    points = project["entry-points"]["muster.backends"]
-    lines = ["[muster.backends]", *(f"{name} = {value}" for name, value in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return path
+    return install(PACKAGE, tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import asdict
 
 import pytest
+from installed import install
 
 from muster.errors import InputError
 from muster.lab.evidence import Verdict
@@ -16,7 +17,7 @@ from muster.lab.ledger import FILE, Ledger
 from muster.lab.verify import command
 
 from . import commands
-from .commands import MISBEHAVING, SECONDS, Muster, first_line, install
+from .commands import MISBEHAVING, SECONDS, Muster, first_line
 
 EXPERTS = ("--role", "experts", "--tokens", "1,4")
 

@@ -4,10 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+from installed import install
 
 PACKAGE = Path(__file__).parent / "outside_package"
 ROOT = Path(__file__).parents[2]
@@ -15,18 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A directory as pip would leave it: the module, and metadata made from its pyproject.toml."""
-    path = tmp_path_factory.mktemp("site")
-    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    shutil.copy(PACKAGE / "muster_toy.py", path)
-    info = path / f"muster_toy-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = []
-    for group, points in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return path
+    return install(PACKAGE, tmp_path_factory.mktemp("site"))
 
 
 def python(site, *arguments):
