@@ -171,7 +171,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Prove and time every backend on this checkpoint, choose the fastest proven ones, and save that."""
-    from muster.lab.planner import command
+    from muster.lab.choose.planner import command
 
     command(model, tokens=tokens, layout_budget=layout_budget, json=json)
 
@@ -185,7 +185,7 @@ def quantize(
     json: Json = False,
 ) -> None:
     """Write a checkpoint with quantised experts. Interrupted work resumes where it stopped."""
-    from muster.lab.quantize import command
+    from muster.lab.build.quantize import command
 
     command(model, output=output, format=format, linears=linears, json=json)
 
@@ -200,7 +200,7 @@ def demo(
     ] = None,
 ) -> None:
     """Write the demo checkpoints DIR/bf16 and DIR/nvfp4 and print where they are."""
-    from muster.lab.demo import command
+    from muster.lab.build.demo import command
 
     command(output)
 
@@ -222,7 +222,7 @@ def backends(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a page in Markdown.")] = False,
 ) -> None:
     """Which backends can compute a model's layers, and every reason against the others."""
-    from muster.lab.backends import command
+    from muster.lab.explain.backends import command
 
     command(model, cc=cc, role=role, json=json, markdown=markdown)
 
@@ -244,8 +244,8 @@ def inspect(
     json: Json = False,
 ) -> None:
     """What a model is, how it is stored, where it fits and what could run it. No GPU, no weights."""
-    from muster.lab.inspect import command
-    from muster.lab.memory import load_of
+    from muster.lab.explain.inspect import command
+    from muster.lab.explain.memory import load_of
 
     load = load_of(batch, context)
     command(model, tensor=tp, expert=ep, gpu=gpu, memory=memory, load=load, json=json)
@@ -271,8 +271,8 @@ def roofline(
     json: Json = False,
 ) -> None:
     """How fast a model could be on a machine at most, where the time goes, what would change it. No GPU needed."""
-    from muster.lab.roofline import command
-    from muster.lab.workload import workload
+    from muster.lab.explain.roofline import command
+    from muster.lab.explain.workload import workload
 
     load = workload(batch, context, cache, mtp, acceptance)
     command(model, gpu=gpu, tensor=tp, expert=ep, load=load, measured=measured, json=json, plot=plot)
@@ -296,7 +296,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Prove every backend on every part of a checkpoint. Interrupted work goes on where it stopped."""
-    from muster.lab.verify import command
+    from muster.lab.prove.verify import command
 
     command(
         model,
@@ -325,7 +325,7 @@ def bench(
     json: Json = False,
 ) -> None:
     """Time every proven backend beside what the hardware allows. What is not proven gets no time."""
-    from muster.lab.bench import command
+    from muster.lab.measure.bench import command
 
     command(model, backends=backend or (), role=role, tokens=tokens, again=again, plot=plot, json=json)
 
@@ -344,7 +344,7 @@ def ledger_list(
     json: Json = False,
 ) -> None:
     """Every verdict and time, and why those that do not count here and now do not."""
-    from muster.lab.ledgers import Filter, list_command
+    from muster.lab.ledger.ledgers import Filter, list_command
 
     list_command(Filter(backend, part, role, verdict), all=all, json=json)
 
@@ -355,7 +355,7 @@ def ledger_show(
     json: Json = False,
 ) -> None:
     """Everything about one verdict or time, with the command that repeats it."""
-    from muster.lab.ledgers import show_command
+    from muster.lab.ledger.ledgers import show_command
 
     show_command(id, json=json)
 
@@ -368,7 +368,7 @@ def ledger_export(
     ] = None,
 ) -> None:
     """What this machine found itself, one JSON object a line."""
-    from muster.lab.ledgers import export_command
+    from muster.lab.ledger.ledgers import export_command
 
     export_command(format, output)
 
@@ -381,7 +381,7 @@ def ledger_import(
     ] = None,
 ) -> None:
     """Take in another machine's evidence: shown from then on, never counted for a plan."""
-    from muster.lab.ledgers import import_command
+    from muster.lab.ledger.ledgers import import_command
 
     import_command(file, name)
 

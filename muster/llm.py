@@ -100,7 +100,7 @@ class LLM:
         if unproven:
             return choose_unproven(cpu(), moe_backend)
         if plan is None:
-            from muster.lab.planner import obtain
+            from muster.lab.choose.planner import obtain
 
             plan = obtain(self._directory, moe_backend=moe_backend)
         return plan.choice

@@ -24,8 +24,8 @@ import torch
 from setting import setting
 
 from muster import LLM, SamplingParams, env
-from muster.lab.bandwidth import read_bandwidth
-from muster.lab.demo import write_demo
+from muster.lab.build.demo import write_demo
+from muster.lab.measure.bandwidth import read_bandwidth
 
 PREFILL = 512
 DECODE = 64

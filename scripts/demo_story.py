@@ -18,7 +18,7 @@ from pathlib import Path
 from setting import setting
 
 from muster import env
-from muster.lab.demo import write_demo
+from muster.lab.build.demo import write_demo
 
 COMMANDS = (("verify",), ("bench",), ("plan",), ("run", "-p", "Say hello.", "--max-tokens", "32"))
 LAST_LINES = 2

@@ -24,9 +24,9 @@ from muster.formats.rounding import EXACT, Grid, Rounding
 from muster.formats.spec import BF16, FORMATS, FP8_BLOCK, NVFP4, Format, int4
 from muster.gemm.problem import LinearProblem
 from muster.gemm.registry import linears
-from muster.lab.candidate import Candidate
-from muster.lab.cases import Case, ExpertInputs, Inputs, LinearInputs, Part, Role, build, decline
-from muster.lab.tolerance import grade, rounding_of, weigh
+from muster.lab.prove.candidate import Candidate
+from muster.lab.prove.cases import Case, ExpertInputs, Inputs, LinearInputs, Part, Role, build, decline
+from muster.lab.prove.tolerance import grade, rounding_of, weigh
 from muster.moe.problem import MoEProblem, RoutingRule
 from muster.moe.reference import expert_layer
 from muster.moe.registry import backends

@@ -11,7 +11,7 @@ import torch
 
 from muster import LLM, SamplingParams
 from muster.checkpoint.index import CheckpointIndex
-from muster.lab.demo import EXPERTS, Source, write_demo
+from muster.lab.build.demo import EXPERTS, Source, write_demo
 
 QUESTION = [{"role": "user", "content": "Why is the sky blue? Answer in two sentences."}]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import EnvironmentLackError, MusterError, UsageError
-from muster.lab.timing import Sample
+from muster.lab.measure.timing import Sample
 
 SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
-from muster.lab.evidence import Verdict
+from muster.lab.ledger.evidence import Verdict
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -22,8 +22,8 @@ from muster.formats.codec import decode, encode
 from muster.formats.dialects import Dialect, read
 from muster.formats.matrix import Meaning
 from muster.formats.spec import FP8_BLOCK, MXFP4, NVFP4
-from muster.lab.quantize import quantize
-from muster.lab.recipes import RECIPES
+from muster.lab.build.quantize import quantize
+from muster.lab.build.recipes import RECIPES
 
 SHARD = 100_000
 """Small enough for several shards of the tiny models."""
@@ -199,7 +199,7 @@ def test_tensors_are_aligned_to_their_elements(sources, tmp_path):
 WORKER = """
 import sys, time
 from pathlib import Path
-from muster.lab.quantize import quantize
+from muster.lab.build.quantize import quantize
 
 def progress(done, total):
     if done > 0.6 * total:

@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
-from muster.lab.evidence import Errors, Evidence, Timing, Verdict
-from muster.lab.ledger import new_id
+from muster.lab.ledger.evidence import Errors, Evidence, Timing, Verdict
+from muster.lab.ledger.ledger import new_id
 
 ENVIRONMENT = {"device": "Some GPU", "key": "9.0", "driver": "570.1", "torch": "2.13", "python": "3.11", "judge": "ab"}
 SOURCE = "5" * 64

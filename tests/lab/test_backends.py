@@ -15,16 +15,16 @@ from muster.contract import FUSED_FUNC, LINEAR, RUNNER_CORE
 from muster.device import COMPUTE_CAPABILITIES, Device, cpu, elsewhere
 from muster.errors import UsageError
 from muster.formats.spec import FORMATS
-from muster.lab import backend_page
-from muster.lab.cells import Cell, cells
-from muster.lab.environment import current, source_hash
-from muster.lab.evidence import Evidence, Verdict
-from muster.lab.gpus import gpu
-from muster.lab.ledger import Ledger, new_id
-from muster.lab.offers import offers
-from muster.lab.parts import Part, Role, parts
-from muster.lab.seen import verdicts
-from muster.lab.stored_parts import plain_parts, stored_parts
+from muster.lab.explain import backend_page
+from muster.lab.explain.cells import Cell, cells
+from muster.lab.explain.gpus import gpu
+from muster.lab.explain.offers import offers
+from muster.lab.explain.seen import verdicts
+from muster.lab.explain.stored_parts import plain_parts, stored_parts
+from muster.lab.ledger.environment import current, source_hash
+from muster.lab.ledger.evidence import Evidence, Verdict
+from muster.lab.ledger.ledger import Ledger, new_id
+from muster.lab.prove.parts import Part, Role, parts
 from muster.moe.problem import MoEProblem
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ import signal
 import pytest
 from installed import install
 
-from muster.lab.evidence import Verdict
-from muster.lab.ledger import FILE, Ledger
+from muster.lab.ledger.evidence import Verdict
+from muster.lab.ledger.ledger import FILE, Ledger
 
 from . import commands
 from .commands import MISBEHAVING, Muster, first_line

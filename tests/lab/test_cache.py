@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.checkpoint.inventory import Inventory
-from muster.lab.cache import Kept, Memory, SequenceMemory
+from muster.lab.explain.cache import Kept, Memory, SequenceMemory
 
 inventory_of = cache(Inventory.of)
 

@@ -22,8 +22,8 @@ from muster.formats.matrix import Meaning
 from muster.formats.spec import BF16, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, NVFP4, int4
 from muster.gemm.linear import Linear
 from muster.gemm.problem import LinearProblem
-from muster.lab.cases import Case, ExpertInputs, Part, Role, build, cases, decline, parts, reference
-from muster.lab.patterns import PATTERNS, SENTINELS, TILE_EDGES
+from muster.lab.prove.cases import Case, ExpertInputs, Part, Role, build, cases, decline, parts, reference
+from muster.lab.prove.patterns import PATTERNS, SENTINELS, TILE_EDGES
 from muster.model.choosing import unproven
 from muster.model.families import load
 from muster.moe.experts import Experts
@@ -279,7 +279,7 @@ def experts(top_k=2, **changes) -> Part:
 def test_a_case_is_the_same_in_another_process():
     case = Case(experts(), 17, "skewed", 3)
     script = (
-        "import sys, torch; from muster.lab.cases import *;"
+        "import sys, torch; from muster.lab.prove.cases import *;"
         "i = build(Case.from_json(sys.argv[1]), torch.device('cpu'));"
         "print(float(i.x_TD.double().sum()), int(i.routed.ids_TK.sum()), int(i.weights.gate_up.codes.long().sum()))"
     )

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from muster.errors import UnprovenError
 from muster.formats.spec import FORMATS
 from muster.gemm.problem import LinearProblem
-from muster.lab.choice import choose
-from muster.lab.contender import Contender
-from muster.lab.evidence import Verdict
-from muster.lab.field import Field
-from muster.lab.parts import Part, Role
-from muster.lab.standing import Standing
+from muster.lab.choose.choice import choose
+from muster.lab.choose.field import Field
+from muster.lab.ledger.evidence import Verdict
+from muster.lab.prove.contender import Contender
+from muster.lab.prove.parts import Part, Role
+from muster.lab.prove.standing import Standing
 
 from . import ledger_rows
 

@@ -7,10 +7,10 @@ import torch
 
 from muster.formats.spec import BF16, FORMATS, FP8_BLOCK, NVFP4, Format
 from muster.gemm.problem import LinearProblem
-from muster.lab.cases import Case, Part, Role, build
-from muster.lab.floor import Floor, floor
-from muster.lab.inputs import ExpertInputs, LinearInputs
-from muster.lab.peaks import Peaks
+from muster.lab.measure.floor import Floor, floor
+from muster.lab.measure.peaks import Peaks
+from muster.lab.prove.cases import Case, Part, Role, build
+from muster.lab.prove.inputs import ExpertInputs, LinearInputs
 from muster.moe.backend import Routed
 from muster.moe.problem import Activation, MoEProblem, RoutingRule
 

@@ -6,7 +6,7 @@ import pytest
 
 from muster.device import COMPUTE_CAPABILITIES
 from muster.errors import UsageError
-from muster.lab.gpus import GPUS, Gpu, gpu, this_machine
+from muster.lab.explain.gpus import GPUS, Gpu, gpu, this_machine
 
 
 @pytest.mark.parametrize(

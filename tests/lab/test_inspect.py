@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from muster.checkpoint.inventory import Inventory
-from muster.lab.drafting import Drafting
-from muster.lab.inspection import Inspection, routing_words
-from muster.lab.machine import COUNTS
-from muster.lab.memory import Load
+from muster.lab.explain.drafting import Drafting
+from muster.lab.explain.inspection import Inspection, routing_words
+from muster.lab.explain.machine import COUNTS
+from muster.lab.explain.memory import Load
 
 CONFIG = {
     "architectures": ["MixtralForCausalLM"],

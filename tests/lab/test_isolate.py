@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.lab import isolate
-from muster.lab.isolate import Limits
+from muster.lab.prove import isolate
+from muster.lab.prove.isolate import Limits
 
 HERE = Path(__file__).parent / "misbehaving"
 PATIENT = Limits(seconds=10)

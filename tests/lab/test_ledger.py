@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from muster.errors import EnvironmentLackError, InputError, UsageError
-from muster.lab.evidence import Verdict
-from muster.lab.ledger import FILE, VERSION, Ledger, new_id
+from muster.lab.ledger.evidence import Verdict
+from muster.lab.ledger.ledger import FILE, VERSION, Ledger, new_id
 
 from .ledger_rows import ENVIRONMENT, PART, SOURCE, evidence, failures, timing
 
@@ -238,7 +238,7 @@ def test_a_full_disk_is_a_named_error_and_loses_nothing(tmp_path):
 import resource, signal
 from pathlib import Path
 from muster.errors import EnvironmentLackError
-from muster.lab.ledger import Ledger
+from muster.lab.ledger.ledger import Ledger
 from tests.lab.ledger_rows import evidence
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 8192}, {size + 8192}))

@@ -12,7 +12,7 @@ import torch
 import muster
 from muster import device
 from muster.errors import UsageError
-from muster.lab.environment import NOTED, _driver_of_proc, current, differences, source_hash
+from muster.lab.ledger.environment import NOTED, _driver_of_proc, current, differences, source_hash
 
 ROOT = Path(muster.__file__).parent
 BACKENDS = [("experts", "cpu"), ("experts", "torch"), ("draft", "cpu"), ("linears", "cpu"), ("linears", "torch")]
@@ -97,7 +97,9 @@ def test_a_backend_that_is_not_there_has_no_source(role, backend):
 
 
 def test_source_hashes_are_the_same_in_every_process():
-    program = f"from muster.lab.environment import source_hash\nfor pair in {BACKENDS}: print(source_hash(*pair))"
+    program = (
+        f"from muster.lab.ledger.environment import source_hash\nfor pair in {BACKENDS}: print(source_hash(*pair))"
+    )
     here = [source_hash(*pair) for pair in BACKENDS]
     assert python(program, PYTHONHASHSEED="1").split() == here
     assert here[0] == here[2]
@@ -111,7 +113,7 @@ import sys
 import muster.{module}
 from muster.native import jit, rows, team
 loaded = set(sys.modules)
-from muster.lab import source
+from muster.lab.ledger import source
 files = source._closure(("muster.{module}", *(source._BINDING if {role!r} == "experts" else ())))
 for name in sorted(loaded):
     if source._followed(name):
@@ -142,7 +144,7 @@ def site(tmp_path):
 EDITS = """
 import sys
 from pathlib import Path
-from muster.lab import source
+from muster.lab.ledger import source
 
 assert source._ROOT == Path(sys.argv[1]), "edits go to a copy"
 
@@ -172,13 +174,13 @@ def test_an_edit_touches_exactly_those_who_compute_with_it(tmp_path, site):
         "gemm/backends/torch.py": "linears torch",
         "native/rows.py": "experts cpu, linears cpu, experts away",
         "formats/codec.py": everyone,
-        "lab/tolerance.py": "judge",
-        "lab/cases.py": "judge",
+        "lab/prove/tolerance.py": "judge",
+        "lab/prove/cases.py": "judge",
         "moe/reference.py": "judge",
         "moe/registry.py": "",
         "gemm/registry.py": "",
         "errors.py": "",
-        "lab/ledger.py": "",
+        "lab/ledger/ledger.py": "",
         "engine/scheduler.py": "",
     }
     output = python(EDITS, tmp_path, site.parent, arguments=(str(tmp_path / "muster"), *expected))
@@ -189,8 +191,8 @@ def test_every_file_of_an_outside_package_counts_and_none_is_run(site):
     program = f"""
 from pathlib import Path
 from muster import device
-from muster.lab import source
-from muster.lab.environment import current
+from muster.lab.ledger import source
+from muster.lab.ledger.environment import current
 
 assert current(device.cpu(), "experts", "away")["key"] == "cpu"
 before = source.of_backend("experts", "away")
@@ -211,7 +213,7 @@ def test_an_outside_package_that_is_gone_is_a_named_error(site):
     shutil.rmtree(site)
     program = """
 from muster.errors import UsageError
-from muster.lab import source
+from muster.lab.ledger import source
 try:
     source.of_backend("experts", "away")
 except UsageError as error:

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from muster.errors import EnvironmentLackError, FormatError, InputError, UsageError
-from muster.lab import exchange, traces
-from muster.lab.evidence import Errors, Verdict
-from muster.lab.ledger import FILE, Ledger
-from muster.lab.ledgers import Filter, export_command, import_command, list_command, show_command
+from muster.lab.ledger import exchange, traces
+from muster.lab.ledger.evidence import Errors, Verdict
+from muster.lab.ledger.ledger import FILE, Ledger
+from muster.lab.ledger.ledgers import Filter, export_command, import_command, list_command, show_command
 
 from .ledger_rows import ENVIRONMENT, SOURCE, evidence, failures, timing
 

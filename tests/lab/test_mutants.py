@@ -11,12 +11,12 @@ from muster.formats.rounding import EXACT, Grid, Rounding
 from muster.formats.spec import BF16, F32, FORMATS, FP8_BLOCK, MXFP4, NVFP4, int4
 from muster.gemm.problem import LinearProblem
 from muster.gemm.registry import linears
-from muster.lab.candidate import Candidate
-from muster.lab.cases import Case, Part, Role, build, cases, decline, reference
-from muster.lab.evidence import Verdict
-from muster.lab.mutants import MUTANTS, Kernel
-from muster.lab.patterns import PATTERNS
-from muster.lab.tolerance import LIMITS, decide, grade, judge
+from muster.lab.ledger.evidence import Verdict
+from muster.lab.prove.candidate import Candidate
+from muster.lab.prove.cases import Case, Part, Role, build, cases, decline, reference
+from muster.lab.prove.mutants import MUTANTS, Kernel
+from muster.lab.prove.patterns import PATTERNS
+from muster.lab.prove.tolerance import LIMITS, decide, grade, judge
 from muster.moe.problem import Activation, MoEProblem, RoutingRule
 from muster.moe.registry import backends
 from muster.workspace import Workspace

@@ -10,9 +10,9 @@ import torch
 from muster import device, native
 from muster.device import last_level_cache
 from muster.formats.spec import BF16, NVFP4
-from muster.lab import peaks as module
-from muster.lab.bandwidth import read_bandwidth, xor_of_all
-from muster.lab.peaks import FILE, Peaks, measured, peaks
+from muster.lab.measure import peaks as module
+from muster.lab.measure.bandwidth import read_bandwidth, xor_of_all
+from muster.lab.measure.peaks import FILE, Peaks, measured, peaks
 from muster.native.team import Team
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 from engine import tiny
 from installed import install
 
-from muster.lab.ledger import FILE, Ledger
+from muster.lab.ledger.ledger import FILE, Ledger
 
 from .commands import MISBEHAVING, SECONDS, Muster, first_line
 

@@ -11,12 +11,12 @@ from muster import device
 from muster.errors import EnvironmentLackError
 from muster.formats.spec import FORMATS
 from muster.gemm.problem import LinearProblem
-from muster.lab.contender import Contender
-from muster.lab.evidence import Verdict
-from muster.lab.ledger import Ledger
-from muster.lab.parts import Part, Role
-from muster.lab.plans import VERSION, Shelf
-from muster.lab.standing import Standings
+from muster.lab.choose.plans import VERSION, Shelf
+from muster.lab.ledger.evidence import Verdict
+from muster.lab.ledger.ledger import Ledger
+from muster.lab.prove.contender import Contender
+from muster.lab.prove.parts import Part, Role
+from muster.lab.prove.standing import Standings
 from muster.moe.problem import MoEProblem, RoutingRule
 from muster.plan import Choice, Loser, Plan, PlanEntry
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from muster.errors import EnvironmentLackError, UsageError
+from muster.lab.measure.timing import Sample
 from muster.lab.plot import Chart, Curve, Panel, Track, check_can_save, timing_panels
-from muster.lab.timing import Sample
 
 pytest.importorskip("matplotlib")
 

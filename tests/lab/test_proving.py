@@ -12,7 +12,7 @@ import torch
 from installed import install
 
 from muster import device
-from muster.lab.proving import probe
+from muster.lab.prove.proving import probe
 
 from .test_isolate import processes
 
@@ -25,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from muster import device
 from muster.formats.spec import BF16
-from muster.lab.cases import Case, Part, Role
-from muster.lab.isolate import Limits
-from muster.lab.proving import prove
+from muster.lab.prove.cases import Case, Part, Role
+from muster.lab.prove.isolate import Limits
+from muster.lab.prove.proving import prove
 from muster.moe.problem import MoEProblem, RoutingRule
 
 torch.set_num_threads(1)

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from muster.checkpoint.inventory import Inventory
 from muster.errors import UsageError
-from muster.lab.changes import changes
-from muster.lab.gpus import GPUS, gpu
-from muster.lab.limit import Bound, Limit, limit, message_time, usable_rate
-from muster.lab.machine import machines
-from muster.lab.roofline import Roofline
-from muster.lab.speculation import Speculation, speculation
-from muster.lab.split import Split
-from muster.lab.traffic import Component, Message, Step, active_parameters, distinct_share, token_bytes, work
-from muster.lab.workload import workload
+from muster.lab.explain.changes import changes
+from muster.lab.explain.gpus import GPUS, gpu
+from muster.lab.explain.limit import Bound, Limit, limit, message_time, usable_rate
+from muster.lab.explain.machine import machines
+from muster.lab.explain.roofline import Roofline
+from muster.lab.explain.speculation import Speculation, speculation
+from muster.lab.explain.split import Split
+from muster.lab.explain.traffic import Component, Message, Step, active_parameters, distinct_share, token_bytes, work
+from muster.lab.explain.workload import workload
 
 inventory_of = cache(Inventory.of)
 H200_PUBLISHED, PRO_6000 = 4.8e12, 1.792e12

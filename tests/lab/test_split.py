@@ -10,8 +10,8 @@ from muster.checkpoint import presets
 from muster.checkpoint.inventory import Inventory
 from muster.checkpoint.kinds import Kind
 from muster.errors import UsageError
-from muster.lab.memory import Load, demand
-from muster.lab.split import Split, hindrances, legal, nearest, share
+from muster.lab.explain.memory import Load, demand
+from muster.lab.explain.split import Split, hindrances, legal, nearest, share
 
 inventory_of = cache(Inventory.of)
 MANY = ("qwen3.5-397b-a17b-nvfp4", "glm-5-nvfp4", "gpt-oss-120b", "deepseek-v3", "kimi-k2.5", "glm-4.5-air-fp8")

@@ -12,11 +12,12 @@ from muster import device
 from muster.device import last_level_cache
 from muster.formats.spec import BF16, NVFP4
 from muster.gemm.problem import LinearProblem
-from muster.lab import isolate, timing
-from muster.lab.cases import Case, Part, Role, build
-from muster.lab.isolate import Limits
-from muster.lab.peaks import Peaks
-from muster.lab.timing import NOISY, TIE, Sample, copies, measure, tie
+from muster.lab.measure import timing
+from muster.lab.measure.peaks import Peaks
+from muster.lab.measure.timing import NOISY, TIE, Sample, copies, measure, tie
+from muster.lab.prove import isolate
+from muster.lab.prove.cases import Case, Part, Role, build
+from muster.lab.prove.isolate import Limits
 from muster.moe.problem import MoEProblem, RoutingRule
 
 CPU = torch.device("cpu")
@@ -148,7 +149,7 @@ def test_a_fresh_process_times_cases_in_order_and_writes_each_when_it_is_done(tm
     order = timing.order(cases, device.cpu(), tmp_path, seconds=0.02)
     seen: list[tuple[str, ...]] = []
     with isolate.run(
-        "muster.lab.timing:time_in_child",
+        "muster.lab.measure.timing:time_in_child",
         json.loads(json.dumps(order)),
         Limits(seconds=60),
         on_result=lambda path, _: seen.append(tuple(timed.backend for timed in timing.read(path))),

@@ -11,9 +11,9 @@ from muster.formats.codec import decode, encode
 from muster.formats.rounding import EXACT, Grid, Rounding, round_to, round_weights
 from muster.formats.spec import BF16, FP8_BLOCK, NVFP4, int4
 from muster.gemm.problem import LinearProblem
-from muster.lab.cases import Case, Part, Role, build, reference
-from muster.lab.evidence import Verdict
-from muster.lab.tolerance import LIMITS, decide, grade, judge, rms, rounding_of, weigh
+from muster.lab.ledger.evidence import Verdict
+from muster.lab.prove.cases import Case, Part, Role, build, reference
+from muster.lab.prove.tolerance import LIMITS, decide, grade, judge, rms, rounding_of, weigh
 from muster.moe.problem import MoEProblem, RoutingRule
 
 CPU = torch.device("cpu")

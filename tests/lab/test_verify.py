@@ -12,9 +12,9 @@ import pytest
 from installed import install
 
 from muster.errors import InputError
-from muster.lab.evidence import Verdict
-from muster.lab.ledger import FILE, Ledger
-from muster.lab.verify import command
+from muster.lab.ledger.evidence import Verdict
+from muster.lab.ledger.ledger import FILE, Ledger
+from muster.lab.prove.verify import command
 
 from . import commands
 from .commands import MISBEHAVING, SECONDS, Muster, first_line

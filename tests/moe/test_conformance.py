@@ -8,7 +8,7 @@ import torch
 
 from muster import device
 from muster.formats.spec import F32, FORMATS, NVFP4
-from muster.lab.tolerance import LIMITS, rms
+from muster.lab.prove.tolerance import LIMITS, rms
 from muster.moe.backend import FusedFunc, Routed
 from muster.moe.problem import Activation
 from muster.moe.registry import backends

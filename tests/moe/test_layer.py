@@ -9,7 +9,7 @@ import torch
 from muster import device
 from muster.errors import UsageError
 from muster.formats.spec import NVFP4
-from muster.lab.tolerance import rms
+from muster.lab.prove.tolerance import rms
 from muster.moe.layer import Gate, MoELayer
 from muster.moe.problem import RoutingRule
 from muster.moe.reference import moe_layer

@@ -18,7 +18,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from muster.formats.matrix import QuantMatrix
-from muster.lab.tolerance import rms
+from muster.lab.prove.tolerance import rms
 from muster.moe.backend import Routed
 from muster.moe.problem import Activation, MoEProblem, RoutingRule
 from muster.moe.reference import activate, expert_layer, gate_logits, moe_layer, shared_expert

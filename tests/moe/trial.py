@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muster import device
 from muster.contract import Decline
-from muster.lab.tolerance import rounding_of
+from muster.lab.prove.tolerance import rounding_of
 from muster.moe.backend import Routed
 from muster.moe.experts import Experts, bind
 from muster.moe.reference import expert_layer

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from muster.lab.child import write
+from muster.lab.prove.child import write
 
 
 def nothing(payload, results):

@@ -1,0 +1,1 @@
+"""From evidence and times to a plan, and `muster plan`."""

@@ -1,0 +1,1 @@
+"""What can be known without running a model: `muster inspect`, `roofline` and `backends`."""

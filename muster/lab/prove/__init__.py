@@ -1,0 +1,1 @@
+"""Verdicts: cases, the judge and its mutants, isolated trials, and `muster verify`."""
