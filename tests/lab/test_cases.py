@@ -145,6 +145,8 @@ def _problems(model):
             yield thing._dispatcher.problem
         elif isinstance(thing, tuple | list):
             left += thing
+        elif isinstance(thing, dict):
+            left += thing.values()
         elif type(thing).__module__.startswith("muster.") and hasattr(thing, "__dict__"):
             left += vars(thing).values()
 

@@ -177,7 +177,7 @@ def test_an_exception_of_the_caller_ends_the_process(tmp_path):
 def test_nothing_is_left_of_a_caller_that_is_killed(how, tmp_path):
     program = (
         "import sys\n"
-        "from muster.lab import isolate\n"
+        "from muster.lab.prove import isolate\n"
         "def told(path, at): print(path, flush=True)\n"
         "with isolate.run('misdeeds:leave_and_wait', {'mark': sys.argv[1]}, isolate.Limits(60), on_result=told): pass\n"
     )
