@@ -13,11 +13,20 @@ from muster.device import cpu
 def setting(*packages: str) -> dict[str, str]:
     """The setting of this process, with the versions of torch and of `packages`."""
     device = cpu()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     return {
         "machine": f"{device.name}, {device.cores} cores",
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", *packages)},
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _commit() -> str:
+    """The commit that is measured; edited files count against it, except the records themselves."""
+    edited = _git("status", "--porcelain", "--", ".", ":!results")
+    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if edited else "")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
