@@ -1,5 +1,6 @@
 """Pages show what the commands print today."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -16,3 +17,35 @@ def test_a_page_shows_what_its_commands_print(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert "$ muster" in text
     assert refreshed(text) == text, f"run: python scripts/console_blocks.py {page}"
+
+
+def records(name: str) -> list[dict]:
+    return [json.loads(line) for line in (ROOT / "results" / name).read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_readme_quotes_the_speeds_that_were_recorded() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = {(record["what"], record["who"]): record for record in records("cpu.jsonl")}
+    decode, prefill, ours = "decode, tok/s", "prefill of 512, tok/s", "muster nvfp4"
+    speed = {key: record["median"] for key, record in found.items() if "median" in record}
+    rows = {
+        "Muster, NVFP4 experts": ours,
+        "Muster, bf16": "muster bf16",
+        "transformers, float32": "transformers float32",
+    }
+    quotes = [f"| {title} | {speed[decode, who]:.1f} | {speed[prefill, who]:.0f} |" for title, who in rows.items()]
+    quotes += [f"| {speed[f'decode of {count} requests, tok/s', ours]:.0f} | |" for count in (8, 32)]
+    quotes.append(f"one core busy with something else | {speed['decode beside a busy core, tok/s', ours]:.1f} |")
+    quotes.append(f"That is {speed[decode, ours] / speed[decode, 'transformers float32']:.1f} times transformers")
+    quotes.append(f"({speed['read bandwidth, GB/s', 'all threads']:.0f} GB/s;")
+    quotes.append(f"could deliver {found[decode, ours]['floor_tok_s']:.0f} times a second")
+    quotes.append(f"Loading takes {found['load', ours]['seconds']:.1f} s")
+    assert [quote for quote in quotes if quote not in text] == []
+
+
+def test_the_page_about_plans_quotes_the_recorded_story() -> None:
+    text = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    story = {record["what"]: record for record in records("demo-story.jsonl")}
+    assert f"$ muster plan MODEL\n{story['plan']['stdout'].rstrip()}\n```" in text
+    assert f"```\n{story['run']['stderr_end'][-1]}\n```" in text
+    assert f"took {sum(record['seconds'] for record in story.values()):.0f} s there" in text
