@@ -1,6 +1,7 @@
-"""What all tests share: a MUSTER_HOME of their own, for child processes too."""
+"""What all tests share: a MUSTER_HOME of their own and an interrupt that is heard, for child processes too."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,3 +17,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["MUSTER_HOME"]
     else:
         os.environ["MUSTER_HOME"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """A shell starts what runs in its background with interrupts ignored, and children would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
