@@ -154,6 +154,66 @@ def chat(
 
 
 @app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="N", help="0: any that is free.", min=0, max=65535)] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Of the model for clients; default: its directory's.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file", metavar="FILE", help="One key a line; clients must have one.", show_default=False
+        ),
+    ] = None,
+    max_context: Context = None,
+    max_batch: Annotated[int, typer.Option("--max-batch", metavar="N", help="Most requests computed together.")] = 64,
+    token_budget: Annotated[int, typer.Option("--token-budget", metavar="N", help="Most tokens of one step.")] = 512,
+    kv_gib: Annotated[
+        float | None,
+        typer.Option("--kv-gib", metavar="GIB", help="Key-value cache; default: what four full contexts need."),
+    ] = None,
+    max_queue: Annotated[int, typer.Option("--max-queue", metavar="N", help="Most requests that wait.", min=0)] = 256,
+    max_body: Annotated[float, typer.Option("--max-body", metavar="MIB", help="Largest body of a request.")] = 4.0,
+    reasoning_style: Annotated[
+        str | None, typer.Option("--reasoning-style", metavar="NAME", help="Default: as the chat template has it.")
+    ] = None,
+    tool_style: Annotated[
+        str | None, typer.Option("--tool-style", metavar="NAME", help="Default: as the chat template has it.")
+    ] = None,
+    drain: Annotated[float, typer.Option(metavar="SECONDS", help="For requests to end after SIGTERM.", min=0)] = 30.0,
+    watchdog: Annotated[float, typer.Option(metavar="SECONDS", help="A longer step counts as hung.", min=0.1)] = 120.0,
+    moe_backend: MoEBackend = None,
+    unproven: Unproven = False,
+) -> None:
+    """Serve a model to clients of OpenAI's API."""
+    from muster.server.options import Options
+
+    Options(
+        model=model,
+        host=host,
+        port=port,
+        name=name,
+        api_key_file=api_key_file,
+        kv_gib=kv_gib,
+        max_queue=max_queue,
+        max_body=max_body,
+        reasoning_style=reasoning_style,
+        tool_style=tool_style,
+        drain=drain,
+        watchdog=watchdog,
+        engine={
+            "max_context": max_context,
+            "max_batch": max_batch,
+            "token_budget": token_budget,
+            "moe_backend": moe_backend,
+            "unproven": unproven,
+        },
+    ).serve()
+
+
+@app.command()
 def plan(
     model: Model,
     tokens: Annotated[

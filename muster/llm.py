@@ -115,6 +115,11 @@ class LLM:
         return self._tokenizer or Tokenizer.open(self._directory)
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts may be text."""
+        return self._tokenizer is not None
+
+    @property
     def stats(self) -> Stats:
         """What has been done since loading; `llm.stats.since(earlier)` is what one call did."""
         return self.engine.stats

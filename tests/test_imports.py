@@ -28,14 +28,15 @@ RULES = {
     "model": {*COMPUTE, "attention", "checkpoint", "gemm", "moe"},
     "engine": {*COMPUTE, "attention", "checkpoint", "gemm", "model", "moe"},
 }
-RULES["server"] = {"engine", *RULES["engine"]}
 RULES["lab"] = {"llm", "model", "engine", *RULES["engine"]}
 RULES["llm"] = {"engine", "lab", *RULES["engine"]}
+RULES["server"] = {"llm", "engine", "__init__", *RULES["engine"]}
 RULES["console"] = {"llm", *RULES["llm"]}
-RULES["cli"] = {"lab", "console", "errors", "__init__"}
+RULES["cli"] = {"lab", "console", "server", "errors", "__init__"}
 RULES["__init__"] = {"llm", "engine"}
 
-OPTIONAL = ("numba", "llvmlite", "gguf", "xgrammar", "fastapi", "flashinfer", "deep_gemm", "vllm", "matplotlib")
+OPTIONAL = ("numba", "llvmlite", "gguf", "xgrammar", "flashinfer", "deep_gemm", "vllm", "matplotlib")
+OF_THE_SERVER = ("fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "prometheus_client")
 
 
 def room(path: Path) -> str:
@@ -95,6 +96,13 @@ def test_an_optional_library_is_imported_inside_a_function(library: str) -> None
         top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = [name for node in top for name, _ in imported(node)]
         assert not any(name.split(".")[0] == library for name in names), f"{path} imports {library} at module level"
+
+
+@pytest.mark.parametrize("library", OF_THE_SERVER)
+def test_a_library_of_the_server_is_imported_in_its_room_only(library: str) -> None:
+    for path in sources():
+        names = [name.split(".")[0] for name, _ in imported(ast.parse(path.read_text()))]
+        assert library not in names or room(path) == "server", f"{path} imports {library}"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -13,11 +14,11 @@ from muster.engine import canary
 from muster.engine.batch import build
 from muster.engine.executor import Executor
 from muster.engine.pages import PagePool
-from muster.engine.request import Request, SamplingParams
+from muster.engine.request import Grammar, Request, SamplingParams
 from muster.engine.sampling import Sampled, sample
 from muster.engine.scheduler import Scheduler, Work
-from muster.engine.stats import Stats
-from muster.engine.text import TextStream
+from muster.engine.stats import Stats, Step
+from muster.engine.text import Decode, TextStream
 from muster.engine.tokenizer import Tokenizer
 from muster.errors import NumericsError, RequestError, UsageError
 from muster.model.decoder import Decoder
@@ -70,6 +71,7 @@ class Engine:
         )
         canary.sing(decoder)
         self._scheduler = Scheduler(PagePool(self._executor.pages, page_size), max_batch, token_budget)
+        self._step: Step | None = None
         self._sums = Stats(backends=decoder.plan.backends(Role.EXPERTS), weight_bytes_per_token=decoder.token_bytes)
 
     @property
@@ -83,17 +85,49 @@ class Engine:
         return not self._scheduler.running and not self._scheduler.waiting
 
     @property
+    def pages(self) -> int:
+        """Pages of the cache."""
+        return self._executor.pages
+
+    @property
     def free_pages(self) -> int:
         """Pages that no living request holds."""
         return self._scheduler.pool.available
+
+    @property
+    def running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def last_step(self) -> Step | None:
+        """The step that is being computed or was computed last."""
+        return self._step
 
     @property
     def stats(self) -> Stats:
         """Everything since the engine was made."""
         return self._sums.plus(preemptions=self._scheduler.preemptions)
 
-    def request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """A request for `add`, checked.
+    def request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        grammar: Grammar | None = None,
+        keep: frozenset[str] = frozenset(),
+    ) -> Request:
+        """A request for `add`, checked. Any thread may make one.
+
+        Args:
+            prompt: token ids.
+            params: how its tokens are chosen.
+            grammar: what its answer must match.
+            keep: special tokens that are text in its answer.
 
         Raises:
             RequestError: every reason why it cannot be served, at once.
@@ -107,7 +141,8 @@ class Engine:
             limit=min(len(prompt) + params.max_tokens, self.limit),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            text=TextStream(self._tokenizer.decode if self._tokenizer else None, prompt, params.stop),
+            text=TextStream(self._decode(params, keep), prompt, params.stop),
+            grammar=grammar,
         )
 
     def add(self, request: Request) -> None:
@@ -137,6 +172,7 @@ class Engine:
                 work = self._scheduler.schedule()
                 if not work:
                     return []
+                self._step = _step_of(work, self._sums.steps + 1)
                 logits_RV = self._executor.run(build(work, self._executor.page_size))
                 ready = [item.request for item in work if item.completes]
                 chosen = sample(logits_RV, ready)
@@ -152,6 +188,11 @@ class Engine:
         """Asserts that every page is accounted for."""
         self._scheduler.check_integrity()
 
+    def _decode(self, params: SamplingParams, keep: frozenset[str]) -> Decode | None:
+        if self._tokenizer is None:
+            return None
+        return partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens, keep=keep)
+
     def _problems(self, prompt: Sequence[int], params: SamplingParams) -> list[RequestError]:
         problems = []
         if not prompt:
@@ -160,6 +201,10 @@ class Engine:
         if foreign:
             expected = f"ids from 0 to {self._vocab - 1}"
             problems.append(RequestError("prompt", found=f"token ids {foreign[:5]}", expected=expected))
+        outside = [token for token, _ in params.logit_bias if token >= self._vocab]
+        if outside:
+            expected = f"ids from 0 to {self._vocab - 1}"
+            problems.append(RequestError("logit_bias", found=f"token ids {outside[:5]}", expected=expected))
         if len(prompt) >= self.limit:
             owner = "the context is" if self.limit == self.context else "the key-value cache holds"
             problems.append(
@@ -174,12 +219,12 @@ class Engine:
             problems.append(RequestError("stop strings", found="no tokenizer", expected="stop_token_ids instead"))
         return problems
 
-    def _commit(self, ready: Sequence[Request], chosen: Sequence[Sampled | NumericsError]) -> None:
+    def _commit(self, ready: Sequence[Request], chosen: Sequence[Sampled | NumericsError | RequestError]) -> None:
         for request, result in zip(ready, chosen, strict=True):
-            if isinstance(result, NumericsError):
-                request.finish("error", error=str(result))
-            else:
+            if isinstance(result, Sampled):
                 request.append(result.token_id, result.logprob)
+            else:
+                request.finish("error", failure=result)
             if request.finish_reason is not None:
                 self._end(request)
 
@@ -197,6 +242,11 @@ class Engine:
             self._sums = self._sums.plus(
                 steps=1, generated_tokens=generated, prefill_tokens=tokens, prefill_seconds=seconds
             )
+
+
+def _step_of(work: Sequence[Work], number: int) -> Step:
+    rows = tuple((len(item.request.prompt), item.start, item.end) for item in work)
+    return Step(number, time.time(), rows)
 
 
 def _check_arguments(most: int, context: int | None, page_size: int, max_batch: int, token_budget: int) -> None:

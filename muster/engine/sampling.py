@@ -1,6 +1,7 @@
 """From logits to tokens, one row per request, each as if it were alone.
 
-The order of operations: penalties (repetition, then presence and frequency), temperature, top-k, top-p, min-p, draw.
+The order of operations: penalties (repetition, then presence and frequency), bias, grammar, temperature, top-k, top-p,
+min-p, draw.
 "Best" always means the larger logit and, among equals, the lower id. Log-probabilities are those of the model's own
 distribution, before any of these.
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from muster.engine.request import Request, SamplingParams, TokenLogprob
-from muster.errors import NumericsError
+from muster.errors import NumericsError, RequestError
 
 _NUCLEUS_GUESS = 256
 
@@ -32,8 +33,10 @@ class Sampled:
     logprob: TokenLogprob | None
 
 
-def sample(logits_RV: Tensor, requests: Sequence[Request]) -> list[Sampled | NumericsError]:
+def sample(logits_RV: Tensor, requests: Sequence[Request]) -> list[Sampled | NumericsError | RequestError]:
     """The next token of each request; an error for one whose logits hold NaN, +inf, or nothing but -inf.
+
+    A request whose grammar leaves no token gets an error too: of the request, not of the numbers.
 
     Args:
         logits_RV: float32 `[R, V]`.
@@ -70,6 +73,14 @@ def penalise(logits_V: Tensor, tokens: Sequence[int], prompt_length: int, params
     return logits_V
 
 
+def add_bias(logits_V: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
+    """The logits in float64 with a number added to some of them."""
+    ids, numbers = zip(*bias, strict=True)
+    return logits_V.double().index_add_(
+        0, torch.tensor(ids, device=logits_V.device), torch.tensor(numbers, dtype=torch.float64, device=logits_V.device)
+    )
+
+
 def best(logits_V: Tensor, count: int) -> Tensor:
     """Ids of the `count` largest logits, largest first, lowest id first among equals."""
     if count >= len(logits_V):
@@ -92,15 +103,19 @@ def draw(logits_V: Tensor, params: SamplingParams, number: float) -> int:
     return index if ids is None else int(ids[index])
 
 
-def _sample_row(request: Request, logits_V: Tensor, greedy: int) -> Sampled:
+def _sample_row(request: Request, logits_V: Tensor, greedy: int) -> Sampled | RequestError:
     params = request.params
     adjusted_V = logits_V
     if params.penalised:
         adjusted_V = penalise(logits_V, request.tokens, len(request.prompt), params)
-    if not params.greedy:
-        token_id = draw(adjusted_V, params, uniform(request.seed, len(request.tokens)))
-    else:
-        token_id = int(adjusted_V.argmax()) if params.penalised else greedy
+    if params.logit_bias:
+        adjusted_V = add_bias(adjusted_V, params.logit_bias)
+    if request.matcher is not None:
+        adjusted_V = request.matcher.mask(adjusted_V)
+    largest = greedy if adjusted_V is logits_V else int(adjusted_V.argmax())
+    if adjusted_V[largest] == -torch.inf:
+        return RequestError("grammar", found="no token that may come next", expected="one the tokenizer can write")
+    token_id = largest if params.greedy else draw(adjusted_V, params, uniform(request.seed, len(request.tokens)))
     return Sampled(token_id, _logprob(logits_V, token_id, params.logprobs))
 
 

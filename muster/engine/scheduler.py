@@ -1,14 +1,15 @@
 """Which tokens are computed in the next step: continuous batching, chunked prefill, preemption. No torch.
 
-Requests are served first come, first served. One that has only its newest token to compute always goes ahead; what is
-left of the token budget goes to prompts, oldest first, in chunks. When pages run out the youngest running request
-gives its own back and waits at the head of the queue; its tokens are kept and computed again later.
+Requests are admitted first come, first served. One that has only its newest token to compute always goes ahead; what
+is left of the token budget goes to prompts in chunks, half of it to the oldest and half to the shortest, so that no
+long prompt holds up short ones and none starves. When pages run out the youngest running request gives its own back
+and waits at the head of the queue; its tokens are kept and computed again later.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from muster.engine.pages import PagePool
@@ -27,6 +28,25 @@ class Work:
     def completes(self) -> bool:
         """Whether no known token is left after it, so that the next one can be chosen."""
         return self.end == len(self.request.tokens)
+
+
+def shares(pending: Sequence[int], budget: int) -> list[int]:
+    """How many of a step's `budget` tokens each prompt gets, oldest first, given how many it has left."""
+    if not pending:
+        return []
+    given = [0] * len(pending)
+    given[0] = min(pending[0], budget - min(sum(pending[1:]), budget // 2))
+    budget -= given[0]
+    for index in sorted(range(1, len(pending)), key=pending.__getitem__):
+        given[index] = min(pending[index], budget)
+        budget -= given[index]
+    return given
+
+
+def _room(prompts: Sequence[Request], budget: int) -> bool:
+    """Whether another prompt would get a share beside these."""
+    left = [request.pending for request in prompts]
+    return sum(left) < budget or sum(left[1:]) < budget // 2
 
 
 class Scheduler:
@@ -55,29 +75,17 @@ class Scheduler:
         yield from self.waiting
 
     def schedule(self) -> list[Work]:
-        """The next step's work, oldest request first; empty when nothing is left to do."""
-        work: list[Work] = []
-        singles = min(sum(request.pending == 1 for request in self.running), self._token_budget)
-        prefill = self._token_budget - singles
-
-        for request in tuple(self.running):
-            count = min(request.pending, singles if request.pending == 1 else prefill)
-            if request.table is None or count == 0 or not self._make_room(request, request.computed + count):
-                continue
-            if request.pending == 1:
-                singles -= 1
-            else:
-                prefill -= count
-            work.append(Work(request, request.computed, request.computed + count))
-
-        while self.waiting and prefill and len(self.running) < self._max_batch and self._admit(self.waiting[0]):
-            request = self.waiting[0]
-            self.running.append(request)
-            self.waiting.popleft()
-            count = min(request.pending, prefill)
-            prefill -= count
-            work.append(Work(request, request.computed, request.computed + count))
-        return work
+        """The next step's work: the newest tokens of answers, then prompts; empty when nothing is left to do."""
+        singles = self._singles()
+        budget = self._token_budget - len(singles)
+        prompts = [request for request in self.running if request.pending > 1]
+        while self.waiting and len(self.running) < self._max_batch and _room(prompts, budget):
+            if not self._admit(self.waiting[0]):
+                break
+            prompts.append(self.waiting.popleft())
+            self.running.append(prompts[-1])
+        parts = zip(prompts, shares([request.pending for request in prompts], budget), strict=True)
+        return singles + [Work(one, one.computed, one.computed + part) for one, part in parts if part]
 
     def commit(self, work: list[Work]) -> None:
         """The work is in the cache now."""
@@ -112,6 +120,17 @@ class Scheduler:
         assert len(tables) == len(self.running)
         assert all(r.computed <= len(t.pages) * self.pool.page_size for r, t in zip(self.running, tables, strict=True))
         self.pool.check_integrity(tables)
+
+    def _singles(self) -> list[Work]:
+        """The newest token of every answer for which there are pages, oldest first, within the budget."""
+        work: list[Work] = []
+        for request in tuple(self.running):
+            if request.pending != 1 or len(work) == self._token_budget:
+                continue
+            # An older one may have taken its pages just now.
+            if request.table is not None and self._make_room(request, request.computed + 1):
+                work.append(Work(request, request.computed, request.computed + 1))
+        return work
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request pages for all its known tokens, so that only its answer can run out of them."""

@@ -56,4 +56,24 @@ class Stats:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one step computes.
+
+    Attributes:
+        number: from 1.
+        began: seconds since 1970.
+        rows: per request the length of its prompt, and the start and end of its tokens that are computed.
+    """
+
+    number: int
+    began: float
+    rows: tuple[tuple[int, int, int], ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens it computes."""
+        return sum(end - start for _, start, end in self.rows)
+
+
 _SUMS = tuple(field.name for field in fields(Stats) if field.name not in ("backends", "weight_bytes_per_token"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from muster.engine.pages import PagePool
 from muster.engine.request import Request, SamplingParams
-from muster.engine.scheduler import Scheduler
+from muster.engine.scheduler import Scheduler, shares
 from muster.engine.text import TextStream
 
 SIZE = 4
@@ -137,6 +137,37 @@ def test_a_restart_keeps_every_living_request_once_and_in_order():
     assert list(made) == requests
     made.check_integrity()
     run(made)
+
+
+@given(pending=st.lists(st.integers(1, 50), max_size=8), budget=st.integers(0, 40))
+def test_the_oldest_prompt_gets_half_of_the_budget_or_all_it_needs_and_nothing_is_wasted(pending, budget):
+    given = shares(pending, budget)
+    assert sum(given) == min(sum(pending), budget)
+    assert all(0 <= part <= left for part, left in zip(given, pending, strict=True))
+    if pending:
+        assert given[0] >= min(pending[0], budget - budget // 2)
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_goes_on():
+    long, short = request(range(100, 200), answer=1), request([1, 2, 3], answer=1)
+    made = scheduler([long], token_budget=8)
+    step(made)
+    made.waiting.append(short)
+    assert [(item.request, item.end - item.start) for item in step(made)] == [(long, 5), (short, 3)]
+    assert short.finish_reason == "length"
+
+
+@pytest.mark.parametrize("token_budget", [2, 5, 8])
+def test_a_long_prompt_is_computed_however_many_short_ones_keep_coming(token_budget):
+    long = request(range(1000, 1040), answer=1)
+    made = scheduler([long], token_budget=token_budget, max_batch=2)
+    for number in range(100):
+        made.waiting.append(request([number, number, number], answer=1))
+        step(made)
+        if long.finish_reason:
+            break
+    # Every step gives it half of what the last token of the other one leaves, at least.
+    assert number <= 40 / (token_budget // 2) + 1
 
 
 @settings(max_examples=150, deadline=None)
