@@ -1,9 +1,11 @@
 """Which tokens are computed in the next step: continuous batching, chunked prefill, preemption. No torch.
 
-Requests are admitted first come, first served. One that has only its newest token to compute always goes ahead; what
-is left of the token budget goes to prompts in chunks, half of it to the oldest and half to the shortest, so that no
-long prompt holds up short ones and none starves. When pages run out the youngest running request gives its own back
-and waits at the head of the queue; its tokens are kept and computed again later.
+Requests are admitted first come, first served, but for one whose beginning a running prompt is just computing: it
+waits until it finds those pages in the cache, so the answers to one prompt share its computation. One that has only its
+newest token to compute always goes ahead; what is left of the token budget goes to prompts in chunks, half of it to the
+oldest and half to the shortest, so that no long prompt holds up short ones and none starves. When pages run out the
+youngest running request gives its own back and waits at the head of the queue; its tokens are kept and computed again
+later.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Scheduler:
         token_budget: most tokens in one step.
 
     Attributes:
-        waiting, running: both oldest first; whoever runs is older than whoever waits.
+        waiting: oldest first.
+        running: in the order of their admission.
         preemptions: how often a request had to give its pages back.
     """
 
@@ -79,11 +82,16 @@ class Scheduler:
         singles = self._singles()
         budget = self._token_budget - len(singles)
         prompts = [request for request in self.running if request.pending > 1]
-        while self.waiting and len(self.running) < self._max_batch and _room(prompts, budget):
-            if not self._admit(self.waiting[0]):
+        for request in tuple(self.waiting):
+            if len(self.running) == self._max_batch or not _room(prompts, budget):
                 break
-            prompts.append(self.waiting.popleft())
-            self.running.append(prompts[-1])
+            if any(self._precedes(prompt, request) for prompt in prompts):
+                continue
+            if not self._admit(request):
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            prompts.append(request)
         parts = zip(prompts, shares([request.pending for request in prompts], budget), strict=True)
         return singles + [Work(one, one.computed, one.computed + part) for one, part in parts if part]
 
@@ -131,6 +139,17 @@ class Scheduler:
             if request.table is not None and self._make_room(request, request.computed + 1):
                 work.append(Work(request, request.computed, request.computed + 1))
         return work
+
+    def _precedes(self, prompt: Request, request: Request) -> bool:
+        """Whether the next page that `prompt` fills is one that `request` begins with, too."""
+        size = self.pool.page_size
+        end = (prompt.computed // size + 1) * size
+        # Two long prompts nearly always differ in one page if they differ at all: the whole is compared last.
+        return (
+            end < len(request.tokens)
+            and prompt.tokens[end - size : end] == request.tokens[end - size : end]
+            and prompt.tokens[:end] == request.tokens[:end]
+        )
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request pages for all its known tokens, so that only its answer can run out of them."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -156,7 +157,7 @@ class Endpoints:
             "max_output_tokens": body.max_output_tokens,
             "temperature": asked.params.temperature,
             "top_p": asked.params.top_p,
-            "text": {"format": {"type": body.text.format.type if body.text and body.text.format else "text"}},
+            "text": {"format": _described(body.text.format if body.text else None)},
             "tools": [],
             "tool_choice": "none",
             "parallel_tool_calls": True,
@@ -274,6 +275,11 @@ class Endpoints:
             "owned_by": "muster",
             "max_model_len": llm.engine.limit if llm else None,
         }
+
+
+def _described(form: BaseModel | None) -> dict[str, Any]:
+    """A text format as the client wrote it."""
+    return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)
 
 
 def _include_usage(body: Generation) -> bool:

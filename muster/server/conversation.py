@@ -20,6 +20,7 @@ from muster.server.openai_types import (
     InputMessage,
     JsonObjectFormat,
     JsonSchemaFormat,
+    JsonSchemaText,
     NamedTool,
     RegexFormat,
     ResponseFormat,
@@ -101,7 +102,9 @@ def of_response(service: Service, body: ResponseRequest) -> Conversation:
     if body.instructions is not None:
         said = [InputMessage(role="system", content=body.instructions), *said]
     params = body.params(body.max_output_tokens or service.llm.engine.limit)
-    return _conversation(service, _Draft(said, params, form=body.text.format if body.text else None))
+    asked = body.text.format if body.text else None
+    form = JsonSchemaFormat(type=asked.type, json_schema=asked) if isinstance(asked, JsonSchemaText) else asked
+    return _conversation(service, _Draft(said, params, form=form))
 
 
 def prompt_of(

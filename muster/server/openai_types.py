@@ -279,10 +279,16 @@ class InputMessage(Strict):
     type: Literal["message"] | None = None
 
 
+class JsonSchemaText(JsonSchema):
+    """JSON as a schema has it, in the words of /v1/responses."""
+
+    type: Literal["json_schema"]
+
+
 class TextOptions(Strict):
     """What the text of a response looks like."""
 
-    format: TextFormat | JsonObjectFormat | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
 
 
 class ResponseRequest(Sampling):

@@ -110,6 +110,28 @@ def test_a_preempted_request_resumes_from_what_is_still_cached():
     assert young.cached_prompt == 0
 
 
+def test_the_answers_to_one_prompt_compute_its_full_pages_once_and_hold_up_nobody():
+    same = [request(range(18)) for _ in range(3)]
+    other = request(range(100, 103))
+    made = scheduler([*same, other], token_budget=8)
+    first = step(made)
+    assert [item.request for item in first] == [same[0], other]
+    works = [*first, *step(made), *step(made), *step(made)]
+    computed = [sum(item.end - item.start for item in works if item.request is one and item.start < 18) for one in same]
+    assert computed == [18, 2, 2]
+    run(made)
+    assert {tuple(one.answer) for one in same} == {tuple(same[0].answer)}
+
+
+def test_a_request_that_waits_for_pages_goes_on_when_the_one_that_computes_them_is_gone():
+    first, second = request(range(18)), request(range(18))
+    made = scheduler([first, second], token_budget=8)
+    step(made)
+    assert second.table is None
+    made.remove(first)
+    assert [item.request for item in step(made)] == [second]
+
+
 def test_max_batch_bounds_the_running_requests():
     made = scheduler([request([index]) for index in range(9)], max_batch=3)
     step(made)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 
 import openai
@@ -280,6 +281,31 @@ def test_a_streamed_response_is_the_whole_one(client, options):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[0].type == "response.created"
     assert {event.type for event in events} >= {"response.output_item.added", "response.output_text.done"}
+
+
+def test_a_response_keeps_to_its_schema_and_names_it(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "name": "one", "schema": schema, "strict": True}
+    answer = client.responses.create(model="tiny", input="hello", max_output_tokens=40, text={"format": form})
+    assert answer.status == "completed"
+    assert json.loads(answer.output_text)["a"] in (1, 2)
+    assert answer.text.format.to_dict() == form
+
+
+def test_the_answers_to_one_prompt_share_its_computation(server):
+    before = tokens_by_kind(server)
+    prompt = [7 * index % 250 for index in range(400)]
+    answer = server.post("/v1/completions", {"prompt": prompt, "n": 4, "max_tokens": 2, "ignore_eos": True})
+    assert len(answer.json()["choices"]) == 4
+    after = tokens_by_kind(server)
+    assert after["prompt"] - before["prompt"] == 4 * 400
+    assert after["cached"] - before["cached"] == 3 * 384
+
+
+def tokens_by_kind(server):
+    lines = server.get("/metrics").text.splitlines()
+    found = [re.fullmatch(r'muster_tokens_total\{kind="(\w+)"\} (\S+)', line) for line in lines]
+    return {match[1]: float(match[2]) for match in found if match}
 
 
 def test_models_are_listed_and_found_by_name(client):
