@@ -9,7 +9,7 @@ import httpx
 from server.process import Server
 
 CLIENTS = 64
-SECONDS = 20
+SECONDS = 60
 
 
 def wish(chance):
