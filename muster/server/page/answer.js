@@ -4,7 +4,7 @@ import { element } from "./element.js";
 import { Flow } from "./flow.js";
 import { counted, rate, seconds } from "./numbers.js";
 
-const ENDINGS = { length: "cut off at the most tokens", stopped: "stopped" };
+const ENDINGS = { length: "cut off at the limit of tokens", stopped: "stopped" };
 
 /** A question. */
 export function question(text) {

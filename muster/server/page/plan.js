@@ -9,8 +9,9 @@ const ORDER = Object.keys(ROLES);
 /** Shows the document of /v1/muster/plan. */
 export function showPlan(plan) {
   const parts = plan.parts.toSorted((one, other) => ORDER.indexOf(one.role) - ORDER.indexOf(other.role));
+  byId("plan-mark").replaceChildren(mark(plan.proven));
   byId("plan-body").replaceChildren(
-    element("p", { class: "verdict" }, mark(plan.proven), " ", summary(plan)),
+    element("p", {}, summary(plan)),
     ...plan.remarks.map((remark) => element("p", { class: "remark" }, remark)),
     ...parts.map(section),
     element("p", { class: "legend muted" }, "Floor: the least time that this machine's hardware allows."),
@@ -19,7 +20,7 @@ export function showPlan(plan) {
 
 /** The plan in one sentence. */
 export function summary(plan) {
-  if (plan.proven) return `Each of ${counted(plan.parts.length, "part")} runs on a backend with evidence from this machine.`;
+  if (plan.proven) return `Each of its ${counted(plan.parts.length, "part")} runs on backends that have passed muster.`;
   const without = plan.parts.filter((part) => !part.proven).length;
   return `${count(without)} of ${counted(plan.parts.length, "part")} without evidence: nothing shows that its results are right.`;
 }
@@ -58,7 +59,7 @@ function row(entry, tokens) {
 }
 
 function speed({ of_floor: share, ahead }) {
-  const lead = ahead ? [element("small", {}, `${times(ahead)} the next`)] : [];
+  const lead = ahead ? [element("small", {}, `${times(ahead)} ahead`)] : [];
   if (!share) return [element("span", { class: "muted" }, "not timed"), ...lead];
   return [bar(share), element("span", { class: "number" }, percent(share)), ...lead];
 }
