@@ -16,7 +16,6 @@ export class Live {
     readiness.dataset.kind = kind;
     say(readiness, kind);
     this.#reasons(reasons);
-    document.body.classList.toggle("blind", state === null);
     this.#rate(state);
     const pages = state?.pages;
     say(byId("running"), state ? count(state.running) : "–");

@@ -22,7 +22,7 @@ export function showPlan(plan) {
 export function summary(plan) {
   if (plan.proven) return `Each of its ${counted(plan.parts.length, "part")} runs on backends that have passed muster.`;
   const without = plan.parts.filter((part) => !part.proven).length;
-  return `${count(without)} of ${counted(plan.parts.length, "part")} without evidence: nothing shows that its results are right.`;
+  return `${count(without)} of its ${counted(plan.parts.length, "part")} without evidence that the results are right.`;
 }
 
 function section(part) {
@@ -76,7 +76,8 @@ function bar([low, high]) {
 }
 
 function proof(pieces) {
-  return element("span", { class: "proven" }, `✓ ${count(pieces)}`, element("span", { class: "unseen" }, " pieces of evidence"));
+  const noun = element("span", { class: "unseen" }, pieces === 1 ? " piece of evidence" : " pieces of evidence");
+  return element("span", { class: "proven" }, `✓ ${count(pieces)}`, noun);
 }
 
 function mark(proven) {
@@ -87,5 +88,6 @@ function losers(lost) {
   const items = lost.map(({ backend, reasons, refuses }) =>
     element("li", {}, element("strong", {}, backend), refuses ? " cannot run here: " : ": ", reasons.join("; ")),
   );
-  return element("details", {}, element("summary", {}, `Why not ${counted(lost.length, "other")}`), element("ul", {}, ...items));
+  const summary = element("summary", {}, `Why not ${counted(lost.length, "other")}`);
+  return element("details", {}, summary, element("ul", {}, ...items));
 }

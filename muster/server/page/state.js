@@ -21,9 +21,8 @@ async function look(api) {
     const state = await api.document("v1/muster/state");
     return { kind: state.ready ? "ready" : "not ready", reasons: state.reasons, state };
   } catch (error) {
-    if (error instanceof Refusal && error.status === 503) return { kind: "loading", reasons: [error.message], state: null };
-    if (error instanceof Refusal || error instanceof Unreachable) return { kind: "lost", reasons: [error.message], state: null };
-    throw error;
+    if (!(error instanceof Refusal || error instanceof Unreachable)) throw error;
+    return { kind: error.status === 503 ? "loading" : "lost", reasons: [error.message], state: null };
   }
 }
 
