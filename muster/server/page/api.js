@@ -1,10 +1,11 @@
 // Calls to the server that sent this page.
 
-/** The server answered that it will not; `message` is its own. */
+/** The server answered that it will not; `message` is its own, and `found` what it found, a text for each problem. */
 export class Refusal extends Error {
-  constructor(status, message) {
+  constructor(status, { message, reasons }) {
     super(message);
     this.status = status;
+    this.found = reasons.map((reason) => reason.found);
   }
 }
 
@@ -25,7 +26,7 @@ export class Api {
       const key = this.#key.value;
       const response = await answered(path, key === null ? options : authorised(options, key));
       if (response.ok) return response;
-      if (response.status !== 401) throw new Refusal(response.status, await reason(response));
+      if (response.status !== 401) throw new Refusal(response.status, await problem(response));
       await this.#key.replace(key);
     }
   }
@@ -55,11 +56,12 @@ function authorised(options, key) {
   return { ...options, headers: { ...options.headers, Authorization: `Bearer ${key}` } };
 }
 
-async function reason(response) {
+/** The server's error object; what stands between it and this page may have answered in another way. */
+async function problem(response) {
   const text = await reading(() => response.text());
   try {
-    return JSON.parse(text).error.message;
+    return JSON.parse(text).error;
   } catch {
-    return `HTTP ${response.status} ${response.statusText}`;
+    return { message: `HTTP ${response.status} ${response.statusText}`, reasons: [] };
   }
 }

@@ -25,7 +25,7 @@ export async function* completion(api, messages, options, signal) {
 }
 
 function piece(chunk) {
-  if (chunk.error) throw new Refusal(500, chunk.error.message);
+  if (chunk.error) throw new Refusal(500, chunk.error);
   const [choice] = chunk.choices;
   return {
     content: choice.delta.content ?? "",

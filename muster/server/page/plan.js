@@ -20,9 +20,10 @@ export function showPlan(plan) {
 
 /** The plan in one sentence. */
 export function summary(plan) {
-  if (plan.proven) return `Each of its ${counted(plan.parts.length, "part")} runs on backends that have passed muster.`;
+  const all = counted(plan.parts.length, "part");
+  if (plan.proven) return `Each of its ${all} runs on backends that have passed muster.`;
   const without = plan.parts.filter((part) => !part.proven).length;
-  return `${count(without)} of its ${counted(plan.parts.length, "part")} without evidence that the results are right.`;
+  return `${count(without)} of its ${all} ${without === 1 ? "is" : "are"} without evidence that the results are right.`;
 }
 
 function section(part) {

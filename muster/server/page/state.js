@@ -22,7 +22,8 @@ async function look(api) {
     return { kind: state.ready ? "ready" : "not ready", reasons: state.reasons, state };
   } catch (error) {
     if (!(error instanceof Refusal || error instanceof Unreachable)) throw error;
-    return { kind: error.status === 503 ? "loading" : "lost", reasons: [error.message], state: null };
+    if (error.status === 503) return { kind: "loading", reasons: error.found, state: null };
+    return { kind: "lost", reasons: [error.message], state: null };
   }
 }
 
