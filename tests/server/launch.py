@@ -58,14 +58,20 @@ def slow(self, batch):
     return run(self, batch)
 
 
+def late(decoder, sing=canary.sing):
+    """Ready, but not at once, so that loading can be watched."""
+    time.sleep(2)
+    sing(decoder)
+
+
 def refuse(decoder):
     raise NumericsError("logits", found="the same after every token", expected="various")
 
 
 if __name__ == "__main__":
     fault = sys.argv.pop(1)
-    if fault == "canary":
-        canary.sing = refuse
+    if fault in ("canary", "late"):
+        canary.sing = {"canary": refuse, "late": late}[fault]
     else:
         Executor.run = globals()[fault]
     sys.argv.insert(1, "serve")
