@@ -20,6 +20,8 @@ from muster.server.refusal import RefusalError, Refused, internal, refuse
 OPEN_PATHS = ("/health/live", "/health/ready", "/")
 """What needs no key: probes have none, and the page asks for it."""
 _OPEN_PREFIX = "/page/"
+_POLLED_PATHS = ("/health/live", "/health/ready", "/metrics", "/v1/muster/state")
+"""Asked again and again by probes and open pages: a good answer is counted and not worth a line of the log."""
 _LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -95,7 +97,10 @@ class Gate:
     def _tell(self, scope: Scope, request_id: str, record: dict[str, Any], seconds: float) -> None:
         route = scope.get("route")
         path = getattr(route, "path", "other")
-        self._metrics.observe_http(path, record.get("status", 499))
+        status = record.get("status", 499)
+        self._metrics.observe_http(path, status)
+        if path in _POLLED_PATHS and status == 200:
+            return
         client = scope.get("client")
         log(
             "request",
