@@ -445,9 +445,10 @@ def bench(
         foreign = [option for option, value in of_model.items() if value is not None]
         Options(server=server, **given, plot=plot, json=json).bench(foreign)
         return
+    checkpoint = _alone(model, given)
     from muster.lab.measure.bench import command
 
-    command(_alone(model, given), backends=backend or (), role=role, tokens=tokens, again=again, plot=plot, json=json)
+    command(checkpoint, backends=backend or (), role=role, tokens=tokens, again=again, plot=plot, json=json)
 
 
 def _alone(model: Path | None, of_server: Iterable[str]) -> Path:

@@ -96,12 +96,14 @@ class Endpoint:
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
         raw = await reader.readexactly(int(headers.get("content-length", 0)))
         if "/v1/models" in head[0]:
-            return await Reply(0, {}, headers, writer).status(200, {"data": self._models})
+            await Reply(0, {}, headers, writer).status(200, {"data": self._models})
+            return
         assert head[0].startswith("POST /v1/completions "), head[0]
         number, self._number = self._number, self._number + 1
         reply = Reply(number, json.loads(raw), headers, writer)
         if number < 0:
-            return await steady(reply)
+            await steady(reply)
+            return
         self.arrived.append(time.monotonic())
         self.bodies.append(reply.body)
         await self._script(reply)

@@ -4,6 +4,7 @@ import asyncio
 import csv
 import io
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -92,8 +93,8 @@ def test_a_stalled_server_does_not_slow_arrivals_and_latency_counts_from_the_due
         assert outcome.first_token == pytest.approx(1.0 - outcome.due, abs=0.15)
 
 
-def test_a_late_client_charges_its_own_delay_to_no_request_and_says_so():
-    """It is late because writing its sixth prompt takes half a second: those due meanwhile waited so long."""
+def test_latency_counts_from_the_due_time_even_where_the_client_is_late_and_it_says_so():
+    """It is late because writing its sixth prompt takes half a second."""
 
     def requests():
         for number in range(10):
@@ -108,9 +109,9 @@ def test_a_late_client_charges_its_own_delay_to_no_request_and_says_so():
     stage = Stage(100.0, 0.1)
     with Endpoint(probes=False) as server:
         asyncio.run(send(stage, server.url))
-    late = {one.number: one for one in stage.outcomes}
-    assert [number for number, one in late.items() if one.first_token > 0.4] == [5, 6, 7, 8, 9]
-    assert all(one.sent - one.due > 0.4 for number, one in late.items() if number >= 5)
+    late = {one.number: one.first_token for one in stage.outcomes if one.sent - one.due > 0.4}
+    assert sorted(late) == [5, 6, 7, 8, 9]
+    assert min(late.values()) > 0.4
     figures = Figures.of(stage, Objective())
     assert figures.lag.max > 0.4
     assert figures.coarse
@@ -378,14 +379,22 @@ def test_a_key_goes_with_every_request(tmp_path):
     assert only(report).failures == {"HTTP 401: no": 2}
 
 
-def test_more_requests_than_files_may_usually_be_open_wait_at_once():
+@pytest.fixture
+def few_files():
+    """A soft limit of open files, as a login shell has one."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_requests_wait_at_once_than_files_may_usually_be_open(few_files):
     async def stall(reply):
-        await asyncio.sleep(max(0.0, 2.0 - reply.number / 700))
+        await asyncio.sleep(max(0.0, 1.5 - reply.number / 300))
         await reply.text("word ")
         await reply.usage(answer=1)
         await reply.end()
 
-    report, server = run(stall, rates=(700.0,), count=1200, lengths=parse("fixed:9,1"), timeout=20)
-    assert only(report).completed == 1200
-    assert only(report).ttft.max < 4
-    assert server.arrived[-1] - server.arrived[0] < 2.5
+    report, server = run(stall, rates=(300.0,), count=300, lengths=parse("fixed:9,1"), timeout=20)
+    assert only(report).completed == 300
+    assert server.arrived[-1] - server.arrived[0] < 1.5

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.errors import MusterError, UsageError
@@ -103,6 +103,7 @@ def test_a_prompt_has_the_tokens_that_were_asked_for_to_half_a_word(tokens, per_
     assert abs(found - tokens) <= per_word / 2 + 1e-6 or found == base + per_word
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text(min_size=1), max_size=6), st.randoms(use_true_random=False))
 def test_events_are_the_same_however_the_bytes_are_cut(texts, chance):
     lines = [text.replace("\n", "").replace("\r", "") for text in texts]

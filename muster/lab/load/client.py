@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ _LONGEST = 200
 """Characters of a message that are kept."""
 _KEEP_ALIVE = 2.0
 """Seconds that a connection is kept for the next request: less than any server keeps it, so that none is found shut."""
+_TOGETHER = 32
+"""Requests of one pool of connections: it looks through all it has for each request, so many pools are quicker."""
 _PATIENCE = 30.0
 """Seconds for the list of models."""
 
@@ -28,12 +30,12 @@ class Client:
     """Speaks to one server.
 
     Args:
-        http: the connections.
+        pools: the connections.
         model: the name that requests give.
     """
 
-    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
-        self._http = http
+    def __init__(self, pools: Pools, model: str) -> None:
+        self._pools = pools
         self.model = model
 
     @classmethod
@@ -59,8 +61,17 @@ class Client:
         _allow_connections()
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE)
-        async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None) as http:
-            yield cls(http, await _only_model(http, url) if model is None else model)
+        encryption = httpx.create_ssl_context()
+        pools = Pools(
+            lambda: httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None, verify=encryption)
+        )
+        try:
+            if model is None:
+                async with pools.lent() as http:
+                    model = await _only_model(http, url)
+            yield cls(pools, model)
+        finally:
+            await pools.close()
 
     async def complete(self, prompt: str, tokens: int, *, since: float = 0.0) -> Answer:
         """Streams one completion to its end.
@@ -85,7 +96,7 @@ class Client:
         }
         transcript = Transcript(since)
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            async with self._pools.lent() as http, http.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     raise _refused(response.status_code, await response.aread())
                 async for piece in response.aiter_raw():
@@ -93,6 +104,37 @@ class Client:
         except httpx.HTTPError as error:
             raise RequestFailedError(_broken(error, begun=transcript.begun)) from error
         return transcript.answer()
+
+
+class Pools:
+    """Pools of connections, as many as the requests under way need; the first ones are used first.
+
+    Args:
+        make: another pool.
+    """
+
+    def __init__(self, make: Callable[[], httpx.AsyncClient]) -> None:
+        self._make = make
+        self._pools: list[httpx.AsyncClient] = []
+        self._lent: list[int] = []
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[httpx.AsyncClient]:
+        """One for one request."""
+        number = next((i for i, lent in enumerate(self._lent) if lent < _TOGETHER), len(self._pools))
+        if number == len(self._pools):
+            self._pools.append(self._make())
+            self._lent.append(0)
+        self._lent[number] += 1
+        try:
+            yield self._pools[number]
+        finally:
+            self._lent[number] -= 1
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        for pool in self._pools:
+            await pool.aclose()
 
 
 class Transcript:
