@@ -385,9 +385,11 @@ def bench(
         str | None,
         typer.Option("--server", metavar="URL", help="Load this server instead; the options below are for it."),
     ] = None,
-    name: Annotated[str | None, typer.Option("--model", metavar="NAME", help="There; default: its only one.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Its name there; default: the only one.")
+    ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Holds the key for it.")
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Its first line is the key for it.")
     ] = None,
     rate: Annotated[
         str | None, typer.Option(metavar="LIST", help="Requests per second, one after the other; default: 1.")
@@ -416,7 +418,7 @@ def bench(
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE.png", help="Draw time and share of the floor; latencies.", show_default=False
+            "--plot", metavar="FILE.png", help="Draw times and shares of the floor, or latencies.", show_default=False
         ),
     ] = None,
     json: Json = False,

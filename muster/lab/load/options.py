@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from muster.errors import MusterError, UsageError
 from muster.lab.load import lengths
 from muster.lab.load.arrivals import Arrivals
+from muster.lab.load.load import Load, command
 from muster.lab.load.objective import Objective
 
 T = TypeVar("T")
@@ -67,11 +68,12 @@ class Options:
             EnvironmentLackError: a package that is not installed.
             MusterError: the server is not there, or completed nothing.
         """
-        problems: list[MusterError] = [
-            UsageError(name, found="it beside --server", expected="it with MODEL only") for name in foreign
-        ]
-        attempt = _Attempts(problems)
-        rates = attempt(_rates, self.rate) or ()
+        command(self._load(foreign), csv=self.csv, plot=self.plot, json=self.json)
+
+    def _load(self, foreign: Sequence[str]) -> Load:
+        problems = [UsageError(name, found="it beside --server", expected="it with MODEL only") for name in foreign]
+        attempt = _Attempts([*problems, *self._out_of_range()])
+        rates = attempt(_rates, self.rate)
         arrivals = attempt(Arrivals.parse, self.arrivals)
         pairs = attempt(lengths.parse, self.lengths)
         objective = attempt(Objective.parse, self.slo) if self.slo is not None else Objective()
@@ -79,23 +81,14 @@ class Options:
         key = attempt(_key, self.api_key_file) if self.api_key_file is not None else None
         attempt(_place, self.csv)
         attempt(_picture, self.plot)
-        problems += self._out_of_range(rates)
-        error = UsageError.only_or_all("options", problems)
-        if error is not None:
-            raise error
-        assert server is not None
-        assert arrivals is not None
-        assert pairs is not None
-        assert objective is not None
-        from muster.lab.load.load import Load, command
-
-        load = Load(
-            server=server,
+        attempt.conclude()
+        return Load(
+            server=_sound(server),
             model=self.model,
             key=key,
-            rates=rates,
-            arrivals=arrivals,
-            lengths=pairs,
+            rates=_sound(rates),
+            arrivals=_sound(arrivals),
+            lengths=_sound(pairs),
             named=self.lengths,
             count=self.requests,
             seconds=SECONDS if self.requests is None and self.seconds is None else self.seconds,
@@ -103,11 +96,10 @@ class Options:
             shared=self.shared_prefix,
             warm_up=self.warm_up,
             timeout=self.timeout,
-            objective=objective,
+            objective=_sound(objective),
         )
-        command(load, csv=self.csv, plot=self.plot, json=self.json)
 
-    def _out_of_range(self, rates: tuple[float, ...]) -> list[MusterError]:
+    def _out_of_range(self) -> list[MusterError]:
         requests, seconds = self.requests, self.seconds
         checks: Mapping[str, tuple[object, bool, str]] = {
             "--requests": (requests, requests is None or requests >= 1, "at least 1"),
@@ -125,10 +117,16 @@ class Options:
 
 
 class _Attempts:
-    """Calls what reads an option and keeps its complaint."""
+    """Calls what reads an option and keeps its complaint beside those there are."""
 
     def __init__(self, problems: list[MusterError]) -> None:
         self._problems = problems
+
+    def conclude(self) -> None:
+        """Raises all complaints as one."""
+        error = UsageError.only_or_all("options", self._problems)
+        if error is not None:
+            raise error
 
     def __call__(self, read: Callable[[Any], T], value: Any) -> T | None:
         try:
@@ -136,6 +134,12 @@ class _Attempts:
         except MusterError as error:
             self._problems += error.reasons or (error,)
             return None
+
+
+def _sound(value: T | None) -> T:
+    """What `_Attempts.conclude` let pass."""
+    assert value is not None
+    return value
 
 
 def _rates(text: str) -> tuple[float, ...]:
