@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from muster.errors import MusterError
+from muster.errors import MusterError, UsageError
 
 app = typer.Typer(
     name="muster",
@@ -373,21 +374,98 @@ def verify(
 
 @app.command()
 def bench(
-    model: Model,
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory.", show_default=False)
+    ] = None,
     backend: Backends = None,
     role: Role = None,
     tokens: Tokens = None,
     again: Annotated[bool, typer.Option("--again", help="Time what has been timed too.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Load this server instead; the options below are for it."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Its name there; default: the only one.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Its first line is the key for it.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Requests per second, one after the other; default: 1.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(metavar="N", help="Requests per rate.")] = None,
+    seconds: Annotated[float | None, typer.Option(metavar="S", help="Or seconds per rate; default: 30.")] = None,
+    arrivals: Annotated[
+        str | None, typer.Option(metavar="NAME", help="poisson (default), constant, burst or burst:VARIATION.")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="WHAT", help="chat (default), summarise, code, reasoning, fixed:IN,OUT or a FILE."),
+    ] = None,
+    shared_prefix: Annotated[
+        int | None, typer.Option("--shared-prefix", metavar="N", help="Tokens in front of all prompts; default: 0.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of arrivals and lengths; default: 0.")] = None,
+    warm_up: Annotated[
+        int | None, typer.Option("--warm-up", metavar="N", help="Requests first that do not count; default: 0.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="S", help="Of one request; default: 600.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(metavar="LIMITS", help="Such as ttft=500ms,tbt=50ms,e2e=10s, or some of these.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a row per request.")] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Draw time and share of the floor.", show_default=False),
+        typer.Option(
+            "--plot", metavar="FILE.png", help="Draw times and shares of the floor, or latencies.", show_default=False
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time every proven backend beside what the hardware allows. What is not proven gets no time."""
+    """Time every proven backend beside what the hardware allows, or how a server bears requests at a rate."""
+    of_model = {"MODEL": model, "--backend": backend, "--role": role, "--tokens": tokens, "--again": again or None}
+    of_server: dict[str, Any] = {
+        "model": name,
+        "api_key_file": api_key_file,
+        "rate": rate,
+        "requests": requests,
+        "seconds": seconds,
+        "arrivals": arrivals,
+        "lengths": lengths,
+        "shared_prefix": shared_prefix,
+        "seed": seed,
+        "warm_up": warm_up,
+        "timeout": timeout,
+        "slo": slo,
+        "csv": csv,
+    }
+    given = {option: value for option, value in of_server.items() if value is not None}
+    if server is not None:
+        from muster.lab.load.options import Options
+
+        foreign = [option for option, value in of_model.items() if value is not None]
+        Options(server=server, **given, plot=plot, json=json).bench(foreign)
+        return
+    checkpoint = _alone(model, given)
     from muster.lab.measure.bench import command
 
-    command(model, backends=backend or (), role=role, tokens=tokens, again=again, plot=plot, json=json)
+    command(checkpoint, backends=backend or (), role=role, tokens=tokens, again=again, plot=plot, json=json)
+
+
+def _alone(model: Path | None, of_server: Iterable[str]) -> Path:
+    """The checkpoint, where nothing is said that only a server understands."""
+    problems = [
+        UsageError(f"--{name.replace('_', '-')}", found="it without --server", expected="it with --server only")
+        for name in of_server
+    ]
+    if model is None:
+        problems.insert(0, UsageError("muster bench", found="neither MODEL nor --server", expected="one of them"))
+    error = UsageError.only_or_all("options", problems)
+    if error is not None:
+        raise error
+    assert model is not None
+    return model
 
 
 ledger = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The evidence of this machine.")

@@ -35,7 +35,7 @@ RULES["console"] = {"llm", *RULES["llm"]}
 RULES["cli"] = {"lab", "console", "server", "errors", "__init__"}
 RULES["__init__"] = {"llm", "engine"}
 
-OPTIONAL = ("numba", "llvmlite", "gguf", "xgrammar", "flashinfer", "deep_gemm", "vllm", "matplotlib")
+OPTIONAL = ("numba", "llvmlite", "gguf", "xgrammar", "flashinfer", "deep_gemm", "vllm", "matplotlib", "httpx")
 OF_THE_SERVER = ("fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "prometheus_client")
 
 

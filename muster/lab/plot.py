@@ -6,10 +6,12 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muster.errors import EnvironmentLackError, MusterError, UsageError
-from muster.lab.measure.timing import Sample
+
+if TYPE_CHECKING:
+    from muster.lab.measure.timing import Sample
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -30,14 +32,14 @@ class Curve:
 
     Attributes:
         name: its label; the same name has the same colour in every panel of a chart.
-        points: y over x.
+        points: y over x: token counts, or a rate.
         band: what lies around it, low and high over x.
         marks: x where there is no value because something failed, and the word for it.
         reference: what the others are held against: grey and dashed.
     """
 
     name: str
-    points: Mapping[int, float]
+    points: Mapping[int, float] | Mapping[float, float]
     band: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     marks: Mapping[int, str] = field(default_factory=dict)
     reference: bool = False
@@ -191,11 +193,11 @@ def _axes(ax: Any, panel: Panel) -> None:
 
 
 def _line(ax: Any, curve: Curve, colour: str) -> None:
-    x = sorted(curve.points)
+    x, y = zip(*sorted(curve.points.items()), strict=True) if curve.points else ((), ())
     style: dict[str, Any] = {"linewidth": 1.9, "marker": "o", "markersize": 4.2, "zorder": 3}
     if curve.reference:
         style = {"linewidth": 1.3, "linestyle": (0, (4, 2)), "zorder": 2}
-    ax.plot(x, [curve.points[each] for each in x], color=colour, label=curve.name, gid=f"line {curve.name}", **style)
+    ax.plot(x, y, color=colour, label=curve.name, gid=f"line {curve.name}", **style)
     banded = sorted(curve.band)
     if banded:
         low, high = ([curve.band[each][side] for each in banded] for side in (0, 1))
@@ -210,7 +212,7 @@ def _limits(ax: Any, panel: Panel, lanes: int) -> None:
     if counts:
         span = max(counts[-1] / counts[0], 2.0)
         ax.set_xlim(counts[0] / span**0.04, counts[-1] * span**0.22)
-        ax.set_xticks(counts, [f"{count}" for count in counts])
+        ax.set_xticks(counts, [f"{count:g}" if isinstance(count, float) else f"{count}" for count in counts])
     ax.xaxis.set_minor_locator(NullLocator())
     room = lanes * _LANE + (0.03 if lanes else 0.0)
     if panel.y == "share":
@@ -258,17 +260,16 @@ def _label(ax: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     ends = []
     for curve in panel.curves:
         if curve.points:
-            last = max(curve.points)
-            place = ax.transData.transform((last, curve.points[last]))
-            ends.append((place[1], last, curve))
+            end = max(curve.points.items())
+            ends.append((ax.transData.transform(end)[1], end, curve))
     ends.sort(key=lambda end: end[0])
     gap = _LABEL_INCHES * ax.figure.dpi
     at = -float("inf")
-    for place, last, curve in ends:
+    for place, end, curve in ends:
         at = max(place, at + gap)
         ax.annotate(
             curve.name,
-            (last, curve.points[last]),
+            end,
             xytext=(8, (at - place) * 72 / ax.figure.dpi),
             textcoords="offset points",
             va="center",

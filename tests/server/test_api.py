@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from muster import LLM, SamplingParams
-from server.conftest import CONTEXT
+from server.small import CONTEXT
 
 SAID = [{"role": "user", "content": "hello"}]
 SHORT = {"max_tokens": 24, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
