@@ -170,7 +170,7 @@ def serve(
     ] = None,
     max_context: Context = None,
     max_batch: Annotated[int, typer.Option("--max-batch", metavar="N", help="Most requests computed together.")] = 64,
-    token_budget: Annotated[int, typer.Option("--token-budget", metavar="N", help="Most tokens of one step.")] = 512,
+    token_budget: Annotated[int, typer.Option("--token-budget", metavar="N", help="Most tokens of one step.")] = 128,
     kv_gib: Annotated[
         float | None,
         typer.Option("--kv-gib", metavar="GIB", help="Key-value cache; default: what four full contexts need."),
