@@ -26,9 +26,9 @@ from setting import setting
 from muster import LLM, SamplingParams, env
 from muster.lab.build.demo import write_demo
 
-ROUNDS = 9
+ROUNDS = 5
 CLIENTS = 32
-PROMPT, ANSWER = 64, 64
+PROMPT, ANSWER = 32, 128
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -17,6 +18,9 @@ from muster.server.refusal import RefusalError, refuse
 from muster.server.worker import Job, Worker
 
 Document = dict[str, Any]
+
+_LINE_ENDS: Mapping[int, str] = MappingProxyType({ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+"""What ends a line in Unicode and is no control character, which JSON escapes anyway."""
 
 
 class Renderer(Protocol):
@@ -54,8 +58,9 @@ def data(event: Document) -> bytes:
 
 
 def dumps(document: Document) -> bytes:
-    """JSON."""
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    """JSON on one line, also for clients that end lines where Unicode does."""
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
 
 
 class Answer(Response):

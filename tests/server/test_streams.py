@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from muster.engine.request import Request, SamplingParams, TokenLogprob
 from muster.engine.text import TextStream
 from muster.engine.tokenizer import Tokenizer
+from muster.server.answers import dumps
 from muster.server.chat import ChatRenderer
 from muster.server.completions import CompletionRenderer
 from muster.server.mailbox import Cursor, Mailbox
@@ -142,3 +143,10 @@ def test_what_is_told_piece_by_piece_is_what_the_engine_says_at_the_end(tokenize
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": "</tool_call>"}
     assert texts["finish"] == "tool_calls"
     assert json.loads(whole)["usage"]["completion_tokens"] == len(output.token_ids)
+
+
+def test_an_event_is_one_line_whatever_ends_lines_for_its_reader():
+    text = "".join(map(chr, (*range(0x3000), 0xD800, 0x1F600)))
+    written = dumps({"text": text}).decode()
+    assert written.splitlines() == [written]
+    assert json.loads(written) == {"text": text}
