@@ -12,6 +12,7 @@ the batch nor a preemption changes what is drawn.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -112,10 +113,12 @@ def _sample_row(request: Request, logits_V: Tensor, greedy: int) -> Sampled | Re
         adjusted_V = add_bias(adjusted_V, params.logit_bias)
     if request.matcher is not None:
         adjusted_V = request.matcher.mask(adjusted_V)
-    largest = greedy if adjusted_V is logits_V else int(adjusted_V.argmax())
-    if adjusted_V[largest] == -torch.inf:
-        return RequestError("grammar", found="no token that may come next", expected="one the tokenizer can write")
-    token_id = largest if params.greedy else draw(adjusted_V, params, uniform(request.seed, len(request.tokens)))
+        if float(adjusted_V.amax()) == -math.inf:
+            return RequestError("grammar", found="no token that may come next", expected="one the tokenizer can write")
+    if not params.greedy:
+        token_id = draw(adjusted_V, params, uniform(request.seed, len(request.tokens)))
+    else:
+        token_id = greedy if adjusted_V is logits_V else int(adjusted_V.argmax())
     return Sampled(token_id, _logprob(logits_V, token_id, params.logprobs))
 
 

@@ -144,7 +144,7 @@ class _Reading:
             self._problem((*path, key), found="no list of values", expected=f"from 1 to {_MOST_CHOICES}")
             return
         types = _types(node)
-        strange = [value for value in values if types and not _types_of(value) & types]
+        strange = [value for value in values if types and not types_of(value) & types]
         if strange:
             self._problem((*path, key), found=json.dumps(strange[0]), expected=f"values of type {', '.join(types)}")
         # xgrammar lets any value of an enum pass whatever the type beside it; both are known to agree now.
@@ -286,7 +286,7 @@ def _choices(node: dict[str, Any]) -> set[str]:
 
 def _kinds(node: dict[str, Any]) -> set[str]:
     """Types of a branch, integers as numbers."""
-    types = _types(node) or {kind for choice in _choices(node) for kind in _types_of(json.loads(choice))}
+    types = _types(node) or {kind for choice in _choices(node) for kind in types_of(json.loads(choice))}
     return {"number" if name == "integer" else name for name in types}
 
 
@@ -296,7 +296,8 @@ def _types(node: Mapping[str, Any]) -> set[str]:
     return {name if isinstance(name, str) else json.dumps(name) for name in names}
 
 
-def _types_of(value: object) -> set[str]:
+def types_of(value: object) -> set[str]:
+    """The names that a schema may use for the type of a JSON value."""
     if isinstance(value, bool):
         return {"boolean"}
     names = {str: {"string"}, int: {"integer", "number"}, float: {"number"}, list: {"array"}, dict: {"object"}}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from muster.engine.schema import types_of
 from muster.server import jsontext
 
 Functions: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -135,7 +136,7 @@ def _typed(text: str, function: str, key: str, functions: Functions) -> str:
         except ValueError:
             pass
         else:
-            if "string" not in types or _types_of(jsontext.value(written)) & types:
+            if "string" not in types or types_of(jsontext.value(written)) & types:
                 return written
     return _quoted(text)
 
@@ -151,14 +152,8 @@ def _types(schema: object) -> frozenset[str]:
         declared = part.get("type", ())
         found |= {declared} if isinstance(declared, str) else set(declared)
         for choice in (*part.get("enum", ()), *([part["const"]] if "const" in part else ())):
-            found |= _types_of(choice)
+            found |= types_of(choice)
     return frozenset(found)
-
-
-def _types_of(found: object) -> frozenset[str]:
-    """The names a schema may use for the type of a JSON value."""
-    names = {str: ("string",), int: ("integer", "number"), float: ("number",), list: ("array",), dict: ("object",)}
-    return frozenset(("boolean",) if isinstance(found, bool) else names.get(type(found), ("null",)))
 
 
 def _checked(name: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from muster.server.calls import Functions, checked_call
 from muster.server.events import Content, Event, Reasoning
-from muster.server.tags import Piece, TagSplitter
+from muster.server.tags import Piece, TaggedParser, TagSplitter
 from muster.server.tools import CallWriter
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -21,7 +21,7 @@ TAGS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 
 
-class HarmonyParser:
+class HarmonyParser(TaggedParser):
     """Messages in, events out. See `Parser`.
 
     A call is told when its message is over and its arguments are a JSON object; otherwise the whole message is
@@ -33,20 +33,12 @@ class HarmonyParser:
     """
 
     def __init__(self, functions: Functions | None, writer: CallWriter) -> None:
+        super().__init__(TagSplitter(TAGS, breaks=0))
         self._functions = functions
         self._writer = writer
-        self._splitter = TagSplitter(TAGS, breaks=0)
         self._header: list[Piece] = []
         self._body: list[str] = []
         self._message: type[Content] | type[Reasoning] | str | None = None
-
-    def feed(self, text: str) -> tuple[Event, ...]:
-        """Takes the next piece of text; the events that are certain now."""
-        return tuple(self._events(self._splitter.push(text)))
-
-    def finish(self) -> tuple[Event, ...]:
-        """The answer is over; the events that were held back."""
-        return (*self._events(self._splitter.close()), *self._end())
 
     def _events(self, pieces: Iterable[Piece]) -> Iterator[Event]:
         for piece in pieces:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from muster.server.events import Content, Event, Reasoning
-from muster.server.tags import Piece, TagSplitter
+from muster.server.tags import Piece, TaggedParser, TagSplitter
 
 
-class ReasoningParser:
+class ReasoningParser(TaggedParser):
     """Reasoning up to the closing tag, content after it. See `Parser`.
 
     Only an opening tag at the very beginning counts, so that an answer may speak of the tags. Without a closing tag
@@ -20,21 +20,13 @@ class ReasoningParser:
     """
 
     def __init__(self, opening: str, closing: str, *, inside: bool = False) -> None:
+        super().__init__(TagSplitter((opening, closing)))
         self._opening, self._closing = opening, closing
-        self._splitter = TagSplitter((opening, closing))
         self._inside = inside
         self._fresh = True
         if inside:
             # As if the answer had said it, so that line breaks after it are still the tag's.
             self.feed(opening)
-
-    def feed(self, text: str) -> tuple[Event, ...]:
-        """Takes the next piece of text; the events that are certain now."""
-        return tuple(self._events(self._splitter.push(text)))
-
-    def finish(self) -> tuple[Event, ...]:
-        """The answer is over; the events that were held back."""
-        return tuple(self._events(self._splitter.close()))
 
     def _events(self, pieces: Iterable[Piece]) -> Iterator[Event]:
         for piece in pieces:

@@ -1,10 +1,13 @@
-"""Cutting a stream of text at tags, wherever the stream itself is cut."""
+"""Cutting a stream of text at tags, wherever the stream itself is cut, and what all parsers of tagged text share."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+from muster.server.events import Event
 
 
 class Piece(NamedTuple):
@@ -69,6 +72,29 @@ class TagSplitter:
         while keep > least and text[keep - 1] == "\n":
             keep -= 1
         return keep
+
+
+class TaggedParser(ABC):
+    """A `Parser` of what a splitter gives."""
+
+    def __init__(self, splitter: TagSplitter) -> None:
+        self._splitter = splitter
+
+    def feed(self, text: str) -> tuple[Event, ...]:
+        """Takes the next piece of text; the events that are certain now."""
+        return tuple(self._events(self._splitter.push(text)))
+
+    def finish(self) -> tuple[Event, ...]:
+        """The answer is over; the events that were held back."""
+        return (*self._events(self._splitter.close()), *self._end())
+
+    @abstractmethod
+    def _events(self, pieces: Iterable[Piece]) -> Iterator[Event]:
+        """The events of the next pieces."""
+
+    def _end(self) -> Iterator[Event]:
+        """What was held back, now that nothing follows."""
+        yield from ()
 
 
 def _text(text: str) -> Iterator[Piece]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from muster.server import jsontext
 from muster.server.calls import Call, Functions, Reader
 from muster.server.events import Content, Event, ToolArguments, ToolCall
-from muster.server.tags import Piece, TagSplitter
+from muster.server.tags import Piece, TaggedParser, TagSplitter
 
 _ID_LENGTH = 9
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -55,11 +55,11 @@ class CallWriter:
             self._count += 1
 
 
-class CallParser:
+class CallParser(TaggedParser):
     """Calls and the content around them. See `Parser`.
 
     A call is told when it is complete and well formed, never before: a call that was told cannot be taken back. One
-    that is malformed, tags included, is content.
+    that is malformed, tags included, is content. At the end of the answer a closing tag may be missing.
 
     Args:
         forms: the ways in which calls may be written; no two with the same opening tag.
@@ -68,21 +68,13 @@ class CallParser:
     """
 
     def __init__(self, forms: Sequence[CallForm], functions: Functions, writer: CallWriter) -> None:
+        super().__init__(TagSplitter([tag for form in forms for tag in (form.opening, form.closing) if tag]))
         self._forms = {form.opening: form for form in forms}
         assert len(self._forms) == len(forms)
-        self._splitter = TagSplitter([tag for form in forms for tag in (form.opening, form.closing) if tag])
         self._functions = functions
         self._writer = writer
         self._form: CallForm | None = None
         self._pieces: list[str] = []
-
-    def feed(self, text: str) -> tuple[Event, ...]:
-        """Takes the next piece of text; the events that are certain now."""
-        return tuple(self._events(self._splitter.push(text)))
-
-    def finish(self) -> tuple[Event, ...]:
-        """The answer is over; a call whose closing tag is missing is one if it is well formed."""
-        return (*self._events(self._splitter.close()), *self._end())
 
     def _events(self, pieces: Iterable[Piece]) -> Iterator[Event]:
         for piece in pieces:
