@@ -447,13 +447,13 @@ def bench(
         foreign = [option for option, value in of_model.items() if value is not None]
         Options(server=server, **given, plot=plot, json=json).bench(foreign)
         return
-    checkpoint = _alone(model, given)
+    checkpoint = _checkpoint(model, given)
     from muster.lab.measure.bench import command
 
     command(checkpoint, backends=backend or (), role=role, tokens=tokens, again=again, plot=plot, json=json)
 
 
-def _alone(model: Path | None, of_server: Iterable[str]) -> Path:
+def _checkpoint(model: Path | None, of_server: Iterable[str]) -> Path:
     """The checkpoint, where nothing is said that only a server understands."""
     problems = [
         UsageError(f"--{name.replace('_', '-')}", found="it without --server", expected="it with --server only")

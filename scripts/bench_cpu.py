@@ -8,7 +8,6 @@ rounds and all of them. Decode and prefill are tokens per second of a greedy con
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import setting
+from setting import arguments, setting
 
 from muster import LLM, SamplingParams, env
 from muster.lab.build.demo import write_demo
@@ -34,18 +33,15 @@ ROUNDS = 5
 
 def main() -> None:
     """Measures and writes one JSON line per figure."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
+    options = arguments(__doc__, ROUNDS)
 
     demo = env.read().home / "demo"
     write_demo(demo)
     records = [load_record(demo / name) for name in ("nvfp4", "bf16")]
-    records += speed_records(demo, arguments.rounds)
+    records += speed_records(demo, options.rounds)
 
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.output.open("w") as lines:
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with options.output.open("w") as lines:
         for record in records:
             lines.write(json.dumps({**record, **setting("transformers")}) + "\n")
     print_table(records)

@@ -4,12 +4,11 @@
 
 The demo checkpoint with NVFP4 experts. Every round asks the engine in this process and the server in its own for the
 same prompt, which neither has seen before, and then the server by many clients at once; a record holds the median of
-the rounds and all of them.
+the rounds and all of them. The last record is what `muster bench --server` prints of the same server.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -21,38 +20,41 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from setting import setting
+from demo_story import told
+from setting import arguments, setting
 
 from muster import LLM, SamplingParams, env
 from muster.lab.build.demo import write_demo
 
 ROUNDS = 5
+LOAD = "--rate 1,2,4 --seconds 15 --lengths fixed:64,32 --warm-up 4 --slo ttft=500ms,tbt=50ms"
 CLIENTS = 32
 PROMPT, ANSWER = 32, 128
+SHOWN = "http://localhost:8000"
+"""What a page shows for the server's URL, whose port is any that was free."""
 
 
 def main() -> None:
     """Measures and writes one JSON line per figure."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
+    options = arguments(__doc__, ROUNDS)
     demo = env.read().home / "demo"
     write_demo(demo)
 
     rounds: dict[tuple[str, str], list[float]] = {}
     llm = LLM(demo / "nvfp4")
     with served(demo / "nvfp4") as url, httpx.Client(base_url=url, timeout=600) as client:
-        for number in range(-1, arguments.rounds):
+        for number in range(-1, options.rounds):
             # The first round warms both up.
             for key, figure in round_of(llm, client, number).items():
                 rounds.setdefault(key, []).extend([figure] if number >= 0 else [])
+        load = load_record(url)
 
-    with arguments.output.open("w") as lines:
+    with options.output.open("w") as lines:
         for (what, who), figures in rounds.items():
             record = {"what": what, "who": who, "median": round(statistics.median(figures), 2), "rounds": figures}
             lines.write(json.dumps({**record, **setting()}) + "\n")
             print(f"{what:28} {who:14} {record['median']:8.2f}")
+        lines.write(json.dumps({**load, **setting()}) + "\n")
 
 
 def round_of(llm: LLM, client: httpx.Client, number: int) -> dict[tuple[str, str], float]:
@@ -71,6 +73,12 @@ def round_of(llm: LLM, client: httpx.Client, number: int) -> dict[tuple[str, str
     figures["total, tok/s", "one client"] = round(total(client, number, 1), 2)
     figures["total, tok/s", f"{CLIENTS} clients"] = round(total(client, number, CLIENTS), 2)
     return figures
+
+
+def load_record(url: str) -> dict[str, object]:
+    """What `muster bench --server` prints of this server."""
+    record = told(str(env.read().home), "bench", "--server", url, *LOAD.split())
+    return {**record, "what": "load", "stdout": str(record["stdout"]).replace(url, SHOWN)}
 
 
 def timed(start: Callable[[], Iterator[object]]) -> tuple[float, float]:

@@ -1,11 +1,13 @@
-"""What every record says of itself: the machine, the software, the commit and the time."""
+"""What every record says of itself, the machine, the software, the commit and the time; and what benches are told."""
 
 from __future__ import annotations
 
+import argparse
 import platform
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 
 from muster.device import cpu
 
@@ -20,6 +22,14 @@ def setting(*packages: str) -> dict[str, str]:
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def arguments(purpose: str, rounds: int) -> argparse.Namespace:
+    """Of a bench: the `output` to write and how many `rounds`, by default so many."""
+    parser = argparse.ArgumentParser(description=purpose.partition("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser.parse_args()
 
 
 def _commit() -> str:

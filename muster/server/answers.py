@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -21,6 +22,21 @@ Document = dict[str, Any]
 
 _LINE_ENDS: Mapping[int, str] = MappingProxyType({ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 """What ends a line in Unicode and is no control character, which JSON escapes anyway."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a client wants to be told besides the text.
+
+    Attributes:
+        logprobs: log-probabilities.
+        token_ids: ids.
+        usage: the tokens counted, at the end of a stream.
+    """
+
+    logprobs: bool
+    token_ids: bool
+    usage: bool
 
 
 class Renderer(Protocol):

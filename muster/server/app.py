@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from muster import __version__
 from muster.errors import MusterError, RequestError
 from muster.server import metrics as prometheus
-from muster.server.answers import Answer, Renderer, dumps
+from muster.server.answers import Answer, Extras, Renderer, dumps
 from muster.server.body import read
 from muster.server.chat import ChatRenderer
 from muster.server.completions import CompletionRenderer
@@ -28,7 +28,6 @@ from muster.server.openai_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Generation,
     ResponseRequest,
     TokenizeRequest,
 )
@@ -118,9 +117,7 @@ class Endpoints:
             self._head("chatcmpl"),
             conversation.parsers,
             service.llm.tokenizer,
-            logprobs=bool(body.logprobs),
-            token_ids=bool(body.return_token_ids),
-            usage=_include_usage(body),
+            _extras(body),
         )
         return self._answer(request, conversation.requests, renderer, stream=bool(body.stream))
 
@@ -134,9 +131,7 @@ class Endpoints:
             len(requests),
             body.n or 1,
             service.llm.tokenizer if service.llm.has_tokenizer else None,
-            logprobs=body.logprobs is not None,
-            token_ids=bool(body.return_token_ids),
-            usage=_include_usage(body),
+            _extras(body),
         )
         return self._answer(request, requests, renderer, stream=bool(body.stream))
 
@@ -283,5 +278,10 @@ def _described(form: BaseModel | None) -> dict[str, Any]:
     return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)
 
 
-def _include_usage(body: Generation) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
+def _extras(body: ChatRequest | CompletionRequest) -> Extras:
+    return Extras(
+        # Zero of the best beside each token is still log-probabilities.
+        logprobs=body.logprobs is not None and body.logprobs is not False,
+        token_ids=bool(body.return_token_ids),
+        usage=body.stream_options is not None and body.stream_options.include_usage,
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from muster.engine.request import RequestOutput, TokenLogprob
 from muster.engine.tokenizer import Tokenizer
-from muster.server.answers import Document, data
+from muster.server.answers import Document, Extras, data
 from muster.server.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, merged
 from muster.server.mailbox import Piece
 
@@ -31,9 +31,7 @@ class ChatRenderer:
         head: id, created and model, which every document has.
         parsers: one for each answer.
         tokenizer: for the tokens of log-probabilities.
-        logprobs: whether they were asked for.
-        token_ids: whether ids were asked for.
-        usage: whether a stream ends with the tokens counted.
+        extras: what else was asked for.
     """
 
     end = b"data: [DONE]\n\n"
@@ -44,14 +42,11 @@ class ChatRenderer:
         head: Mapping[str, Any],
         parsers: Sequence[Parser],
         tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        token_ids: bool,
-        usage: bool,
+        extras: Extras,
     ) -> None:
         self._head = dict(head)
         self._tokenizer = tokenizer
-        self._logprobs, self._token_ids, self._usage = logprobs, token_ids, usage
+        self._extras = extras
         self._choices = [_Choice(index, parser) for index, parser in enumerate(parsers)]
 
     def opening(self) -> list[Document]:
@@ -63,11 +58,11 @@ class ChatRenderer:
         choice = self._choices[piece.index]
         deltas = choice.take(piece)
         more: Document = {}
-        if self._logprobs and piece.logprobs:
+        if self._extras.logprobs and piece.logprobs:
             words = [logprob_entry(self._tokenizer, entry) for entry in piece.logprobs]
             choice.logprobs += words
             more["logprobs"] = {"content": words, "refusal": None}
-        if self._token_ids and piece.token_ids:
+        if self._extras.token_ids and piece.token_ids:
             choice.token_ids += piece.token_ids
             more["token_ids"] = piece.token_ids
         if more and not deltas:
@@ -79,7 +74,7 @@ class ChatRenderer:
 
     def closing(self) -> list[Document]:
         """The usage, if it was asked for."""
-        if not self._usage:
+        if not self._extras.usage:
             return []
         return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._counts()}]
 
@@ -90,10 +85,10 @@ class ChatRenderer:
             document: Document = {
                 "index": choice.index,
                 "message": choice.message(),
-                "logprobs": {"content": choice.logprobs, "refusal": None} if self._logprobs else None,
+                "logprobs": {"content": choice.logprobs, "refusal": None} if self._extras.logprobs else None,
                 "finish_reason": choice.finish_reason,
             }
-            if self._token_ids:
+            if self._extras.token_ids:
                 document["token_ids"] = choice.token_ids
             choices.append(document)
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._counts()}
@@ -101,7 +96,7 @@ class ChatRenderer:
     def _chunk(self, index: int, delta: Document, more: Mapping[str, Any] | None = None) -> Document:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **(more or {})}
         chunk: Document = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        if self._usage:
+        if self._extras.usage:
             chunk["usage"] = None
         return chunk
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from muster.engine.request import RequestOutput, TokenLogprob
 from muster.engine.tokenizer import Tokenizer
-from muster.server.answers import Document, data
+from muster.server.answers import Document, Extras, data
 from muster.server.chat import finite, usage
 from muster.server.mailbox import Piece
 
@@ -20,9 +20,7 @@ class CompletionRenderer:
         answers: continuations in all.
         each: continuations of each prompt.
         tokenizer: for the tokens of log-probabilities.
-        logprobs: whether they were asked for.
-        token_ids: whether ids were asked for.
-        usage: whether a stream ends with the tokens counted.
+        extras: what else was asked for.
     """
 
     end = b"data: [DONE]\n\n"
@@ -34,15 +32,12 @@ class CompletionRenderer:
         answers: int,
         each: int,
         tokenizer: Tokenizer | None,
-        *,
-        logprobs: bool,
-        token_ids: bool,
-        usage: bool,
+        extras: Extras,
     ) -> None:
         self._head = {**head, "object": "text_completion"}
         self._each = each
         self._tokenizer = tokenizer
-        self._logprobs, self._token_ids, self._usage = logprobs, token_ids, usage
+        self._extras = extras
         self._choices = [_Choice() for _ in range(answers)]
 
     def opening(self) -> list[Document]:
@@ -55,20 +50,20 @@ class CompletionRenderer:
         document: Document = {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": None}
         choice.text.append(piece.text)
         choice.output = piece.output
-        if self._logprobs and piece.logprobs:
+        if self._extras.logprobs and piece.logprobs:
             document["logprobs"] = choice.logprobs.extend(self._tokenizer, piece.logprobs)
-        if self._token_ids:
+        if self._extras.token_ids:
             choice.token_ids += piece.token_ids
             document["token_ids"] = piece.token_ids
         if piece.output is not None:
             document["finish_reason"] = piece.output.finish_reason
         elif not (piece.text or document["logprobs"] or document.get("token_ids")):
             return []
-        return [{**self._head, "choices": [document], **({"usage": None} if self._usage else {})}]
+        return [{**self._head, "choices": [document], **({"usage": None} if self._extras.usage else {})}]
 
     def closing(self) -> list[Document]:
         """The usage, if it was asked for."""
-        return [{**self._head, "choices": [], "usage": self._counts()}] if self._usage else []
+        return [{**self._head, "choices": [], "usage": self._counts()}] if self._extras.usage else []
 
     def whole(self) -> Document:
         """The completion."""
@@ -78,10 +73,10 @@ class CompletionRenderer:
             document: Document = {
                 "index": index,
                 "text": "".join(choice.text),
-                "logprobs": choice.logprobs.document() if self._logprobs else None,
+                "logprobs": choice.logprobs.document() if self._extras.logprobs else None,
                 "finish_reason": choice.output.finish_reason,
             }
-            if self._token_ids:
+            if self._extras.token_ids:
                 document["token_ids"] = choice.token_ids
             choices.append(document)
         return {**self._head, "choices": choices, "usage": self._counts()}

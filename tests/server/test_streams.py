@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from muster.engine.request import Request, SamplingParams, TokenLogprob
 from muster.engine.text import TextStream
 from muster.engine.tokenizer import Tokenizer
-from muster.server.answers import dumps
+from muster.server.answers import Extras, dumps
 from muster.server.chat import ChatRenderer
 from muster.server.completions import CompletionRenderer
 from muster.server.mailbox import Cursor, Mailbox
@@ -72,11 +72,11 @@ async def delivered(pieces, reads):
 
 def renderers(tokenizer):
     functions = {"add": {"type": "object"}}
-    options = {"logprobs": True, "token_ids": True, "usage": True}
+    extras = Extras(logprobs=True, token_ids=True, usage=True)
     number = iter(range(100))
     parser = parser_for("qwen3", "qwen3", functions=functions, new_id=lambda: f"call{next(number)}")
-    yield ChatRenderer(HEAD, [parser], tokenizer, **options)
-    yield CompletionRenderer(HEAD, 1, 1, tokenizer, **options)
+    yield ChatRenderer(HEAD, [parser], tokenizer, extras)
+    yield CompletionRenderer(HEAD, 1, 1, tokenizer, extras)
     yield ResponseRenderer(HEAD, parser_for("qwen3", None), tokenizer)
 
 
