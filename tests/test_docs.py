@@ -45,13 +45,18 @@ def test_the_readme_quotes_the_speeds_that_were_recorded() -> None:
 
 def test_the_page_about_the_server_quotes_its_record() -> None:
     text = (ROOT / "docs/server.md").read_text(encoding="utf-8")
-    speed = {(record["what"], record["who"]): record["median"] for record in records("server.jsonl")}
+    speed = {(one["what"], one["who"]): one["median"] for one in records("server.jsonl") if "who" in one}
     first, decode, total = "time to first token, ms", "decode, tok/s", "total, tok/s"
     alone, one, many = "in process", "one client", "32 clients"
     quotes = [f"| the engine in process | {speed[first, alone]:.0f} ms | {speed[decode, alone]:.1f} | |"]
     quotes.append(f"| {speed[first, one]:.0f} ms | {speed[decode, one]:.1f} | {speed[total, one]:.0f} |")
     quotes.append(f"| {many} | | | {speed[total, many]:.0f} |")
     assert [quote for quote in quotes if quote not in text] == []
+
+
+def test_the_page_about_load_quotes_its_record() -> None:
+    (record,) = [record for record in records("server.jsonl") if record["what"] == "load"]
+    assert f"\n{record['stdout'].rstrip()}\n```" in (ROOT / "docs/load.md").read_text(encoding="utf-8")
 
 
 def test_the_page_about_plans_quotes_the_recorded_story() -> None:
