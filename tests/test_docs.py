@@ -11,6 +11,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from console_blocks import refreshed  # noqa: E402
 
+from muster.lab.prove.tolerance import LIMITS  # noqa: E402
+
 
 @pytest.mark.parametrize("page", ["docs/inspect.md"])
 def test_a_page_shows_what_its_commands_print(page: str) -> None:
@@ -40,7 +42,31 @@ def test_the_readme_quotes_the_speeds_that_were_recorded() -> None:
     quotes.append(f"({speed['read bandwidth, GB/s', 'all threads']:.0f} GB/s;")
     quotes.append(f"could deliver {found[decode, ours]['floor_tok_s']:.0f} times a second")
     quotes.append(f"Loading takes {found['load', ours]['seconds']:.1f} s")
+    quotes.append(f"A token reads {found[decode, ours]['weight_bytes_per_token'] / 1e6:.0f} MB of weights")
     assert [quote for quote in quotes if quote not in text] == []
+
+
+def test_the_page_about_numerics_quotes_the_noise_and_the_limits_that_were_recorded() -> None:
+    text = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
+    noise = {record["format"]: record["relative_rms"] for record in records("formats.jsonl")}
+    quotes = [f"about {noise['nvfp4']:.3f} for `nvfp4`, {noise['mxfp4']:.3f} for `mxfp4`"]
+    quotes.append(f"{noise['fp8-block']:.3f} for `fp8-*`, {noise['int4-g32']:.2f} for `int4-g32`")
+    quotes.append(f"one to bf16 alone is {power(noise['bf16'], 2)}")
+    measured = records("limits.jsonl")
+    for grade in {record["grade"] for record in measured}:
+        mine = [record for record in measured if record["grade"] == grade]
+        worst = (max(record[what]["worst"] for record in mine) for what in ("whole", "worst_token"))
+        limit = LIMITS[grade]
+        limits = f"{power(limit.whole)}, {power(limit.worst_token)}"
+        quotes.append(f"| {grade} | {', '.join(map(power, worst))} | {limits} |")
+    quotes.append(f"{min(r['ideal_whole'] for r in measured if r['grade'] == 'nvfp4'):.4f} away from it")
+    assert [quote for quote in quotes if quote not in text] == []
+
+
+def power(number: float, digits: int = 1) -> str:
+    """As the page writes it: 1.7 · 10⁻³."""
+    head, tail = f"{number:.{digits}e}".split("e")
+    return f"{head} · 10{str(int(tail)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 def test_the_page_about_the_server_quotes_its_record() -> None:
