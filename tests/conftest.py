@@ -1,4 +1,4 @@
-"""What all tests share: a MUSTER_HOME of their own and an interrupt that is heard, for child processes too."""
+"""What all tests share: an environment of their own, which child processes inherit, and an interrupt that is heard."""
 
 import os
 import signal
@@ -6,17 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
+TERMINAL = ("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+"""By these libraries decide what a terminal is and what it shows."""
+
 
 @pytest.fixture(scope="session", autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test reads or writes the ledger and the plans of the user."""
-    before = os.environ.get("MUSTER_HOME")
-    os.environ["MUSTER_HOME"] = str(tmp_path_factory.mktemp("home"))
-    yield
-    if before is None:
-        del os.environ["MUSTER_HOME"]
-    else:
-        os.environ["MUSTER_HOME"] = before
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes the ledger and the plans of the user; neither settings nor terminal of theirs matter."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*TERMINAL, "COLUMNS", "LINES", *(name for name in os.environ if name.startswith("MUSTER_"))):
+            patch.delenv(name, raising=False)
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("MUSTER_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
