@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
+RECORDS ?= results/h200-experts.jsonl
+BENCH_GPU = PYTHONPATH=.:$$PYTHONPATH $(PYTHON) scripts/bench_gpu.py $(RECORDS)
 
-.PHONY: install fmt check test demo bench-cpu clean
+.PHONY: install fmt check test demo bench-cpu bench-gpu prove-gpu clean
 
 install: $(SETUP) ## Make .venv with the package and its development tools.
 
@@ -33,6 +35,14 @@ demo: $(SETUP) ## Write the demo checkpoints and ask the NVFP4 one a question.
 
 bench-cpu: $(SETUP) ## Time the demo beside transformers; writes results/cpu.jsonl.
 	$(BIN)/python scripts/bench_cpu.py results/cpu.jsonl
+
+bench-gpu: ## On a GPU, with vLLM on PYTHONPATH where there is one: compare expert layers; writes $(RECORDS) and the page.
+	$(BENCH_GPU)
+	PYTHONPATH=. $(PYTHON) scripts/performance.py $(RECORDS) docs/performance.md
+
+prove-gpu: ## On such a GPU: prove every backend for all it declares, then the command line; writes results/gpu-*.jsonl.
+	PYTHONPATH=. $(PYTHON) scripts/prove_gpu.py results/gpu-proof.jsonl
+	PYTHONPATH=. $(PYTHON) scripts/gpu_story.py results/gpu-story.jsonl
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

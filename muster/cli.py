@@ -381,6 +381,7 @@ def bench(
     role: Role = None,
     tokens: Tokens = None,
     again: Annotated[bool, typer.Option("--again", help="Time what has been timed too.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Find, prove and save tile sizes for this GPU first.")] = False,
     server: Annotated[
         str | None,
         typer.Option("--server", metavar="URL", help="Load this server instead; the options below are for it."),
@@ -424,7 +425,14 @@ def bench(
     json: Json = False,
 ) -> None:
     """Time every proven backend beside what the hardware allows, or how a server bears requests at a rate."""
-    of_model = {"MODEL": model, "--backend": backend, "--role": role, "--tokens": tokens, "--again": again or None}
+    of_model = {
+        "MODEL": model,
+        "--backend": backend,
+        "--role": role,
+        "--tokens": tokens,
+        "--again": again or None,
+        "--tune": tune or None,
+    }
     of_server: dict[str, Any] = {
         "model": name,
         "api_key_file": api_key_file,
@@ -450,7 +458,7 @@ def bench(
     checkpoint = _checkpoint(model, given)
     from muster.lab.measure.bench import command
 
-    command(checkpoint, backends=backend or (), role=role, tokens=tokens, again=again, plot=plot, json=json)
+    command(checkpoint, backends=backend or (), role=role, tokens=tokens, again=again, tune=tune, plot=plot, json=json)
 
 
 def _checkpoint(model: Path | None, of_server: Iterable[str]) -> Path:

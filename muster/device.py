@@ -12,7 +12,8 @@ from typing import Literal
 
 import torch
 
-from muster.errors import UsageError
+from muster import env
+from muster.errors import EnvironmentLackError, UsageError
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -83,8 +84,26 @@ def cpu() -> Device:
     return Device("cpu", _processor_name(), memory, cores)
 
 
-def free_memory() -> int:
-    """Bytes of main memory this process can still take: what is available, within its control group's limit."""
+def here() -> Device:
+    """Where models run in this process: the first GPU when there is one, unless MUSTER_DEVICE says otherwise.
+
+    Raises:
+        EnvironmentLackError: it asks for a GPU, and torch sees none.
+    """
+    wanted = env.read().device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return cpu()
+    if not torch.cuda.is_available():
+        raise EnvironmentLackError(
+            "MUSTER_DEVICE=cuda", found="no GPU that torch can use", expected="one", hint="see nvidia-smi; or unset it"
+        )
+    return cuda()
+
+
+def free_memory(device: torch.device | None = None) -> int:
+    """Bytes that this process can still take: of a GPU, or of main memory within its control group's limit."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     info = Path("/proc/meminfo")
     if info.exists():
@@ -96,11 +115,22 @@ def free_memory() -> int:
     return free
 
 
+def release_memory() -> None:
+    """Gives back what this process keeps of a GPU's memory for later, so that the next process can have it."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
 def cuda(index: int = 0) -> Device:
     """A CUDA device of this machine."""
     properties = torch.cuda.get_device_properties(index)
     key = f"{properties.major}.{properties.minor}"
     return Device(key, properties.name, properties.total_memory, properties.multi_processor_count)
+
+
+def shared_memory(index: int = 0) -> int:
+    """Bytes of shared memory that one program of a CUDA device may have."""
+    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def last_level_cache(device: torch.device) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from muster.errors import UsageError
 
+_DEVICES = ("auto", "cpu", "cuda")
+
 
 def _default_home() -> Path:
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
@@ -22,10 +24,12 @@ class Env:
     Attributes:
         home: MUSTER_HOME, where the demo checkpoints, the ledger and the plans live (the user's data directory).
         threads: MUSTER_THREADS, CPU threads to compute with (default: the cores this process may use).
+        device: MUSTER_DEVICE, where models run: "cpu", "cuda", or "auto" (the default): the GPU when there is one.
     """
 
     home: Path
     threads: int
+    device: str = "auto"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Env:
@@ -51,7 +55,11 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
     if threads < 1:
         problems.append(UsageError("MUSTER_THREADS", found=repr(text), expected="a whole number of at least 1"))
 
+    device = environ.get("MUSTER_DEVICE", "auto")
+    if device not in _DEVICES:
+        problems.append(UsageError("MUSTER_DEVICE", found=repr(device), expected=f"one of {', '.join(_DEVICES)}"))
+
     error = UsageError.gather("environment", problems)
     if error is not None:
         raise error
-    return Env(home=home, threads=threads)
+    return Env(home=home, threads=threads, device=device)

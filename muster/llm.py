@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from muster import env
-from muster.device import cpu
+from muster.device import here
 from muster.engine.engine import Engine
 from muster.engine.request import Request, RequestOutput, SamplingParams
 from muster.engine.stats import Stats
@@ -42,6 +42,8 @@ class Delta:
 
 class LLM:
     """A checkpoint, loaded and ready to answer. Not for use from several threads at once.
+
+    It runs on the first GPU when there is one; MUSTER_DEVICE=cpu keeps it on the processor.
 
     Args:
         directory: a checkpoint: config.json, safetensors, and a tokenizer unless all prompts are token ids.
@@ -82,7 +84,7 @@ class LLM:
         torch.set_num_threads(env.read().threads if threads is None else threads)
         self._directory = Path(directory)
         choose = self._chooser(moe_backend, plan, unproven)
-        self.decoder = load(self._directory, choose=choose, progress=progress)
+        self.decoder = load(self._directory, choose=choose, device=here(), progress=progress)
         self._tokenizer = Tokenizer.open(self._directory) if Tokenizer.present(self._directory) else None
         self.engine = Engine(
             self.decoder,
@@ -98,7 +100,7 @@ class LLM:
         if plan is not None and (moe_backend is not None or unproven):
             raise UsageError("plan", found="moe_backend or unproven beside it", expected="one of them")
         if unproven:
-            return choose_unproven(cpu(), moe_backend)
+            return choose_unproven(here(), moe_backend)
         if plan is None:
             from muster.lab.choose.planner import obtain
 

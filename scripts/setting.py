@@ -12,14 +12,14 @@ from pathlib import Path
 from muster.device import cpu
 
 
-def setting(*packages: str) -> dict[str, str]:
-    """The setting of this process, with the versions of torch and of `packages`."""
+def setting(*packages: str, commit: str | None = None) -> dict[str, str]:
+    """The setting of this process, with the versions of torch and of `packages`; git says the `commit` if need be."""
     device = cpu()
     return {
         "machine": f"{device.name}, {device.cores} cores",
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", *packages)},
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -33,9 +33,15 @@ def arguments(purpose: str, rounds: int) -> argparse.Namespace:
 
 
 def _commit() -> str:
-    """The commit that is measured; edited files count against it, except the records themselves."""
-    edited = _git("status", "--porcelain", "--", ".", ":!results")
-    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if edited else "")
+    """The commit that is measured, "unknown" in a copy that git knows nothing of.
+
+    Edited files count against it, except the records themselves.
+    """
+    try:
+        edited = _git("status", "--porcelain", "--", ".", ":!results")
+        return _git("rev-parse", "--short", "HEAD") + ("-dirty" if edited else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _git(*words: str) -> str:

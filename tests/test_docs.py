@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from console_blocks import refreshed  # noqa: E402
+from performance import newest, page  # noqa: E402
 
 from muster.lab.prove.tolerance import LIMITS  # noqa: E402
 
@@ -91,3 +92,26 @@ def test_the_page_about_plans_quotes_the_recorded_story() -> None:
     assert f"$ muster plan MODEL\n{story['plan']['stdout'].rstrip()}\n```" in text
     assert f"```\n{story['run']['stderr_end'][-1]}\n```" in text
     assert f"took {sum(record['seconds'] for record in story.values()):.0f} s there" in text
+
+
+def test_the_page_about_performance_says_what_its_records_say() -> None:
+    found = records("h200-experts.jsonl")
+    assert newest(found) == found
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    name = "results/h200-experts.jsonl"
+    assert page(found, name, "../results/h200-experts.svg") == text, (
+        f"run: scripts/performance.py {name} docs/performance.md"
+    )
+
+
+def test_the_notes_on_kernels_quote_the_best_of_each_version() -> None:
+    text = (ROOT / "docs/kernel-notes.md").read_text(encoding="utf-8")
+    measured = [one for one in records("h200-versions.jsonl") if isinstance(one["version"], int) and "tool" not in one]
+    for version in range(1, 7):
+        best = {}
+        for one in measured:
+            ours = [time for who, time in one["microseconds"].items() if who not in ("decode", "triton_fused")]
+            if one["version"] == version and ours:
+                best[one["shape"], one["tokens"]] = min(ours)
+        times = (best[place] for place in (("397B", 512), ("397B", 2048), ("30B", 2048)))
+        assert f"| {version} | {' | '.join(f'{time:.0f}' for time in times)} |" in text

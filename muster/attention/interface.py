@@ -30,7 +30,8 @@ class AttentionBatch:
     Attributes:
         positions_T: int64, position of each token in its sequence.
         slots_T: int64, `page * S + offset` where each token's key and value are written.
-        pages_BP: int32, the pages of each sequence in order, padded with 0 (a page's meaning ends at the length).
+        pages_BP: int32, the pages of each sequence in order, padded with 0 (a page's meaning ends at the length);
+            in main memory wherever the rest is.
         query_starts: B + 1 offsets into T.
         lengths: per sequence, tokens in the cache once this step's are written.
     """

@@ -102,14 +102,14 @@ def _reaches(batch: AttentionBatch, page_size: int, window: int | None) -> tuple
             continue
         first_query = length - count
         first_key = 0 if window is None else max(0, first_query - window + 1)
-        rows = _rows_of(batch.pages_BP[row], page_size, first_key, length)
+        rows = _rows_of(batch.pages_BP[row], page_size, first_key, length, batch.slots_T.device)
         visible_QL = _visible(first_query, first_key, length, window, batch.slots_T.device)
         reaches.append(_Reach(queries, rows, visible_QL))
     return tuple(reaches)
 
 
-def _rows_of(pages_P: Tensor, page_size: int, first_key: int, length: int) -> slice | Tensor:
-    """Where the keys of positions `[first_key, length)` lie."""
+def _rows_of(pages_P: Tensor, page_size: int, first_key: int, length: int, device: torch.device) -> slice | Tensor:
+    """Where the keys of positions `[first_key, length)` lie; indices are on `device`."""
     first_page, end_page = first_key // page_size, -(-length // page_size)
     pages = pages_P[first_page:end_page].long()
     skipped, count = first_key - first_page * page_size, length - first_key
@@ -117,7 +117,7 @@ def _rows_of(pages_P: Tensor, page_size: int, first_key: int, length: int) -> sl
         start = int(pages[0]) * page_size + skipped
         return slice(start, start + count)
     offsets = torch.arange(page_size, device=pages.device)
-    return (pages.unsqueeze(1) * page_size + offsets).flatten()[skipped : skipped + count]
+    return (pages.unsqueeze(1) * page_size + offsets).flatten()[skipped : skipped + count].to(device)
 
 
 def _visible(first_query: int, first_key: int, length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -66,7 +66,9 @@ class Engine:
         self._executor = Executor(
             decoder,
             page_size=page_size,
-            kv_bytes=int(free_memory() * _DEFAULT_MEMORY_FRACTION) if kv_bytes is None else kv_bytes,
+            kv_bytes=int(free_memory(decoder.device.torch_device) * _DEFAULT_MEMORY_FRACTION)
+            if kv_bytes is None
+            else kv_bytes,
             most_tokens=self.context * min(max_batch, _DEFAULT_SEQUENCES if kv_bytes is None else max_batch),
         )
         canary.sing(decoder)

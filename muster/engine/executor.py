@@ -36,5 +36,5 @@ class Executor:
         self._cache = decoder.new_cache(self.pages, page_size)
 
     def run(self, batch: Batch) -> Tensor:
-        """Computes the batch's tokens; float32 logits `[R, V]`."""
-        return self.decoder.forward(batch.tokens_T, batch.attention, self._cache, batch.rows_R)
+        """Computes the batch's tokens; float32 logits `[R, V]` in main memory, where tokens are chosen."""
+        return self.decoder.forward(batch.tokens_T, batch.attention, self._cache, batch.rows_R).cpu()

@@ -68,19 +68,6 @@ BACKENDS: tuple[Known[LinearFacts], ...] = (
         _path(BLACKWELL, "bf16", A16, "cute-dsl", traits="bias", dtypes="bf16"),
     ),
     _known(
-        "triton",
-        f"{SGLANG}, {VLLM}",
-        _path(FP8_CUDA | CDNA, "fp8-block", A8_GROUP, "vllm", (1, 1)),
-        _path(FP8_CUDA | CDNA, "fp8-tensor", A8_TENSOR, "vllm", traits="bias"),
-        _path(FP8_CUDA | CDNA, "fp8-channel", A8_TOKEN, "vllm", traits="bias"),
-        _path(CUDA | CDNA, "int4", A16, "vllm", (1, 32)),
-        needs=("tile sizes tuned for this GPU, else it runs with a generic default",),
-        traps=(
-            Trap("Other backends fall back to it by shape without a word.", SGLANG),
-            Trap("It is the default for FP8 on 12.0 only until CUTLASS has been checked there.", SGLANG),
-        ),
-    ),
-    _known(
         "deep_gemm",
         f"{SGLANG}, {VLLM}; DeepGEMM",
         _path(HOPPER | BLACKWELL, "fp8-block", A8_GROUP, "deep-gemm", (64, 128), dtypes="bf16"),

@@ -48,9 +48,9 @@ class Linear:
         return self.matrix.nbytes + sum(prepared.nbytes for prepared in self._prepared.values())
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        """`y_TN`, newly allocated, in the dtype of `x_TK`."""
-        tokens = len(x_TK)
-        out_TN = torch.empty(tokens, self.problem.rows, dtype=DTYPES[self.problem.dtype], device=x_TK.device)
+        """`y_TN`, newly allocated, in the problem's dtype, to which `x_TK` is rounded where it is not of it."""
+        tokens, dtype = len(x_TK), DTYPES[self.problem.dtype]
+        out_TN = torch.empty(tokens, self.problem.rows, dtype=dtype, device=x_TK.device)
         name = self._choice.backend_for(tokens)
-        self._backends[name].run(self._prepared[name], x_TK.contiguous(), out_TN, self._workspace)
+        self._backends[name].run(self._prepared[name], x_TK.to(dtype).contiguous(), out_TN, self._workspace)
         return out_TN

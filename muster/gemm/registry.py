@@ -16,6 +16,7 @@ ENTRY_POINT_GROUP = "muster.linears"
 MODULES: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "muster.gemm.backends.cpu",
+        "triton": "muster.gemm.backends.triton",
         "torch": "muster.gemm.backends.torch",
     }
 )

@@ -36,6 +36,7 @@ class Curve:
         band: what lies around it, low and high over x.
         marks: x where there is no value because something failed, and the word for it.
         reference: what the others are held against: grey and dashed.
+        foreign: not one of ours: dashed in its colour.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Curve:
     band: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     marks: Mapping[int, str] = field(default_factory=dict)
     reference: bool = False
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,8 @@ def _line(ax: Any, curve: Curve, colour: str) -> None:
     style: dict[str, Any] = {"linewidth": 1.9, "marker": "o", "markersize": 4.2, "zorder": 3}
     if curve.reference:
         style = {"linewidth": 1.3, "linestyle": (0, (4, 2)), "zorder": 2}
+    elif curve.foreign:
+        style |= {"linewidth": 1.5, "linestyle": (0, (5, 1.5)), "markersize": 3.2}
     ax.plot(x, y, color=colour, label=curve.name, gid=f"line {curve.name}", **style)
     banded = sorted(curve.band)
     if banded:

@@ -96,7 +96,8 @@ class GroupedQueryAttention:
             qk_TX = qk_TX.clamp(-spec.clip_qkv, spec.clip_qkv)
             value_TX = value_TX.clamp(-spec.clip_qkv, spec.clip_qkv)
         qk_TNH = self._rope.turn(qk_TX.view(-1, both, spec.head_dim), step.rotations[spec.rope])
+        qk_TNH = qk_TNH.to(pages.key_PSMH.dtype)
         query_TNH, key_TMH = qk_TNH[:, : spec.heads], qk_TNH[:, spec.heads :]
-        value_TMH = value_TX.view(-1, spec.kv_heads, spec.head_dim)
+        value_TMH = value_TX.reshape(-1, spec.kv_heads, spec.head_dim).to(pages.value_PSMH.dtype)
         attended_TNH = self._core.run(query_TNH, key_TMH, value_TMH, pages, step.batch)
         return self._out(attended_TNH.flatten(1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -102,15 +102,17 @@ class Decoder:
 
         Args:
             tokens_T: int64 token ids, each in [0, V), sequence after sequence.
-            batch: their positions and pages; not changed while the step runs.
+            batch: their positions and pages, in main memory; not changed while the step runs.
             cache: from `new_cache`; this step's keys and values are written into it.
             rows_R: int64, which of the T tokens need logits.
 
         Returns:
             Logits, float32 `[R, V]`.
         """
-        x_TD = self._embed(tokens_T)
+        device = self.device.torch_device
+        batch = replace(batch, positions_T=batch.positions_T.to(device), slots_T=batch.slots_T.to(device))
+        x_TD = self._embed(tokens_T.to(device))
         step = Step(batch, {spec: rope.at(batch.positions_T) for spec, rope in self._ropes.items()})
         for layer, pages in zip(self._layers, cache, strict=True):
             layer(x_TD, pages, step)
-        return self._head(self._norm(x_TD[rows_R]))
+        return self._head(self._norm(x_TD[rows_R.to(device)])).float()

@@ -1,4 +1,7 @@
-"""The small parts of a decoder: norm, rotary and token embedding, dense feed-forward; activations are float32."""
+"""The small parts of a decoder: norm, rotary and token embedding, dense feed-forward.
+
+The residual stream and what these parts compute are float32 on every device; a linear takes it to its own dtype.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ class RMSNorm:
         return self._gain.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of float32 `x`, newly allocated."""
+        """The norm of `x`, float32 and newly allocated."""
+        x = x.float()
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.div(length.hypot(self._floor)).mul_(self._gain)
 
@@ -144,7 +148,7 @@ class GatedMLP:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """`[T, D]` to `[T, D]`."""
         gate_TF, up_TF = self._gate_up(x_TD).chunk(2, -1)
-        return self._down(self._activation(gate_TF).mul_(up_TF))
+        return self._down(self._activation(gate_TF.float()).mul_(up_TF))
 
 
 def _gelu(x: Tensor) -> Tensor:

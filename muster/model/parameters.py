@@ -52,6 +52,7 @@ class Parameters:
         self._choices: dict[tuple[Role, Hashable], Choice] = {}
         self._ropes: dict[RopeSpec, Rope] = {}
         self._cores: dict[AttentionProblem, PagedAttention] = {}
+        self._table_VD: Tensor | None = None
 
     @property
     def plan(self) -> Plan:
@@ -65,7 +66,7 @@ class Parameters:
 
     def embedding(self) -> Embedding:
         """The token embedding; where it is tied, its bytes are counted with the head."""
-        table_VD = self._loader.embedding()
+        self._table_VD = table_VD = self._put(self._loader.embedding())
         if not self.spec.tied_embeddings:
             self.nbytes += table_VD.nbytes
             self.idle_bytes += table_VD.nbytes - table_VD[0].nbytes
@@ -73,7 +74,10 @@ class Parameters:
 
     def head(self) -> Projection:
         """The output projection."""
-        return self._linear(self._loader.head(), None)
+        matrix = self._loader.head()
+        if self.spec.tied_embeddings and self._table_VD is not None and not matrix.format.quantised:
+            matrix = QuantMatrix.plain(self._table_VD)
+        return self._linear(self._put_matrix(matrix), None)
 
     def norm(self, module: str) -> RMSNorm:
         """An RMS norm over D."""
@@ -82,7 +86,7 @@ class Parameters:
 
     def vector(self, name: str, size: int) -> Tensor:
         """A tensor of one axis: a norm's weight, a bias."""
-        vector = self._loader.tensor(name, (size,))
+        vector = self._put(self._loader.tensor(name, (size,)))
         self.nbytes += vector.nbytes
         return vector
 
@@ -91,7 +95,8 @@ class Parameters:
 
         They are one matrix where their formats allow it, so that a step reads them in one product.
         """
-        matrices = [self._loader.matrix(module, (count, columns)) for module, count in rows.items()]
+        stored = [self._loader.matrix(module, (count, columns)) for module, count in rows.items()]
+        matrices = [self._put_matrix(matrix) for matrix in stored]
         biases = [self.vector(f"{module}.bias", count) if bias else None for module, count in rows.items()]
         try:
             matrix = concat_rows(matrices) if len(matrices) > 1 else matrices[0]
@@ -146,7 +151,12 @@ class Parameters:
             )
         act_order = any(matrix.order is not None for matrix in (tensors.gate_up, tensors.down))
         problem = moe_problem(spec, self.spec.hidden, tensors.gate_up.format, self._device, act_order)
-        experts = ExpertWeights(tensors.gate_up, tensors.down, tensors.gate_up_bias, tensors.down_bias)
+        experts = ExpertWeights(
+            self._put_matrix(tensors.gate_up),
+            self._put_matrix(tensors.down),
+            None if tensors.gate_up_bias is None else self._put(tensors.gate_up_bias),
+            None if tensors.down_bias is None else self._put(tensors.down_bias),
+        )
         layer = MoELayer(
             problem,
             Gate(router.weight, router.bias, router.selection_bias),
@@ -166,6 +176,13 @@ class Parameters:
         linear = Linear(problem, matrix, bias, self._choice(Role.LINEARS, problem))
         self.nbytes += linear.nbytes
         return linear
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        """The tensor on the model's device; on a CPU as it is, mapped from the file."""
+        return tensor.to(self._device.torch_device)
+
+    def _put_matrix(self, matrix: QuantMatrix) -> QuantMatrix:
+        return matrix.with_tensors({name: self._put(one) for name, one in matrix.tensors.items()}, matrix.shape)
 
     def _choice(self, role: Role, problem: Hashable) -> Choice:
         if (role, problem) not in self._choices:

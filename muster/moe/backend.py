@@ -53,7 +53,7 @@ class ExpertRows:
     """Rows grouped by local expert.
 
     Attributes:
-        x_RD: the rows; those that belong to no token hold zeros.
+        x_RD: the rows; those that an expert owns and no token fills hold zeros. There may be more than the experts own.
         starts_L: int64, the first row of each expert.
         counts_L: int64, how many real rows each expert has.
         layout: how the rows lie.
@@ -87,8 +87,11 @@ class Facts:
         scorings: for one that routes by itself, from logits, what its router scores by; None: it takes ids and weights.
         renormalised: routes by itself, and always divides the K weights by their sum.
         max_tokens: the largest T it is meant for; None: any.
+        layout: backends that name the same one read each other's prepared weights, and one copy serves them; empty: its
+            own.
         packages: what must be importable.
         kernels: names of the kernels it launches.
+        tiles: whose tile sizes in the device's tuning table it runs with (`kernels.tuning`); empty: none.
         rounding: where it rounds besides its sums and its output; the judge follows it.
     """
 
@@ -109,8 +112,10 @@ class Facts:
     scorings: frozenset[Scoring] | None = None
     renormalised: bool = False
     max_tokens: int | None = None
+    layout: str = ""
     packages: tuple[Package, ...] = ()
     kernels: tuple[str, ...] = ()
+    tiles: str = ""
     rounding: Rounding = EXACT
 
     def decline(self, problem: MoEProblem, device: Device) -> Decline | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -38,11 +39,25 @@ def bind(name: str, problem: MoEProblem, weights: ExpertWeights, dispatcher: str
     Raises:
         UsageError: no such backend or dispatcher.
     """
-    backend: AnyBackend = backends().get(name)
-    prepared = backend.prepare(problem, weights)
-    if isinstance(backend, FusedFunc):
-        return _FusedExperts(name, prepared, backend)
-    return _CoreExperts(name, prepared, backend, load_dispatcher(dispatcher)(problem))
+    return bind_all((name,), problem, weights, dispatcher)[name]
+
+
+def bind_all(
+    names: Iterable[str], problem: MoEProblem, weights: ExpertWeights, dispatcher: str = "standard"
+) -> Mapping[str, Experts]:
+    """`bind` for several backends; those that share a layout get the same prepared weights."""
+    prepared: dict[str, Prepared] = {}
+    bound: dict[str, Experts] = {}
+    for name in names:
+        backend: AnyBackend = backends().get(name)
+        layout = backend.facts.layout or name
+        if layout not in prepared:
+            prepared[layout] = backend.prepare(problem, weights)
+        if isinstance(backend, FusedFunc):
+            bound[name] = _FusedExperts(name, prepared[layout], backend)
+        else:
+            bound[name] = _CoreExperts(name, prepared[layout], backend, load_dispatcher(dispatcher)(problem))
+    return bound
 
 
 class _FusedExperts(Experts):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from muster.contract import COMPILER, DISPATCHER, FUSED_FUNC, LIBRARIES, RUNNER_CORE, Known, Package
-from muster.device import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, CDNA, COMPUTE_CAPABILITIES, HOPPER, THOR
+from muster.device import ADA, BLACKWELL, BLACKWELL_RTX, CDNA, COMPUTE_CAPABILITIES, HOPPER, THOR
 from muster.formats.rounding import EXACT, Grid, Rounding
 from muster.formats.spec import FORMATS
 from muster.moe.backend import Facts
@@ -20,7 +20,6 @@ from muster.moe.traps import TRAPS
 SGLANG, VLLM, FLASHINFER = "SGLang 0.5.15", "vLLM 0.25.1", "FlashInfer 0.6.13"
 
 CUDA = frozenset(COMPUTE_CAPABILITIES)
-FP8_CUDA = CUDA - AMPERE
 FP4_CUDA = BLACKWELL | THOR | BLACKWELL_RTX
 
 A16 = EXACT
@@ -67,7 +66,6 @@ def _known(kind: str, name: str, library: str, *paths: Facts, **more: Any) -> Kn
 
 HALF = "bf16 f16"
 IDS = "sentinel_ids"
-TRITON = "bias router_weight_on_input sentinel_ids"
 LOGITS: frozenset[Scoring] = frozenset({"softmax", "sigmoid"})
 
 _TRTLLM_ROUTED = (
@@ -86,17 +84,6 @@ _TRTLLM = (
 )
 
 BACKENDS: tuple[Known[Facts], ...] = (
-    _known(
-        RUNNER_CORE,
-        "triton",
-        f"{SGLANG}, {VLLM}",
-        _path(CUDA | CDNA, "bf16 f16 f32", ALL, A16, "vllm", f"clamp {TRITON}", dtypes="bf16 f16 f32"),
-        _path(CUDA | CDNA, "int4", ALL, A16, "vllm", TRITON, (32, 32), HALF),
-        _path(FP8_CUDA | CDNA, "fp8-tensor", ALL, A8_TENSOR, "vllm", TRITON, dtypes=HALF),
-        _path(FP8_CUDA | CDNA, "fp8-channel", ALL, A8_TOKEN, "vllm", TRITON, dtypes=HALF),
-        _path(FP8_CUDA | CDNA, "fp8-block", ALL, A8_GROUP, "vllm", TRITON, (128, 128), HALF),
-        needs=("tile sizes tuned for this GPU and Triton version, else it runs with a generic default",),
-    ),
     _known(
         RUNNER_CORE,
         "triton_kernel",

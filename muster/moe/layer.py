@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from muster import native
-from muster.device import Device
+from muster.device import DTYPES, Device
 from muster.moe.backend import Routed
-from muster.moe.experts import Experts, bind
+from muster.moe.experts import Experts, bind_all
 from muster.moe.kernels import route as fast
 from muster.moe.problem import MoEProblem, RoutingRule
 from muster.moe.reference import expert_layer
@@ -60,15 +61,17 @@ class MoELayer:
         self._gate_bias_E = None if gate.bias_E is None else gate.bias_E.to(target, torch.float32)
         self._selection_bias_E = None if gate.selection_bias_E is None else gate.selection_bias_E.to(target)
         self._problem = problem
+        self._dtype = DTYPES[problem.dtype]
         self._weights = experts
         self._route = self._router(problem.routing, problem.experts, device)
         self._shared = shared
         self._workspace = workspace or Workspace(target)
         self._choice = choice
-        self._bound = {name: bind(name, problem, experts, choice.dispatcher) for name in choice.backends}
+        self._bound = bind_all(choice.backends, problem, experts, choice.dispatcher)
+        layouts = {id(bound.prepared): bound.prepared.nbytes for bound in self._bound.values()}
         self._used: dict[str, None] = {}
         gate_bytes = sum(t.nbytes for t in (self._gate_ED, self._gate_bias_E, self._selection_bias_E) if t is not None)
-        self.nbytes = gate_bytes + experts.nbytes + sum(bound.prepared.nbytes for bound in self._bound.values())
+        self.nbytes = gate_bytes + experts.nbytes + sum(layouts.values())
 
     @property
     def backends_used(self) -> tuple[str, ...]:
@@ -99,13 +102,13 @@ class MoELayer:
         return float(worst / truth_TD.square().mean().sqrt())
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """`[T, D]` to `[T, D]`, in the problem's dtype."""
-        x_TD = x_TD.contiguous()
+        """`[T, D]` to `[T, D]` in the problem's dtype; the router sees the tokens before they are rounded to it."""
+        logits_TE = functional.linear(x_TD.float(), self._gate_ED, self._gate_bias_E)
+        x_TD = x_TD.to(self._dtype).contiguous()
         out_TD = torch.empty_like(x_TD)
         tokens = len(x_TD)
         if not tokens:
             return out_TD
-        logits_TE = functional.linear(x_TD.float(), self._gate_ED, self._gate_bias_E)
         experts = self._bound[self._choice.backend_for(tokens)]
         experts.run(x_TD, self._route(logits_TE), out_TD, self._workspace)
         self._used[experts.name] = None
@@ -115,4 +118,8 @@ class MoELayer:
         """The kernel for the rules it knows, else the reference."""
         if device.key == "cpu" and native.available() and fast.routes(rule, experts):
             return lambda logits_TE: fast.route(logits_TE, rule)
+        if device.key != "cpu" and find_spec("triton") is not None:
+            from muster.moe.kernels import triton_route
+
+            return lambda logits_TE: triton_route.route(logits_TE, rule, self._selection_bias_E)
         return lambda logits_TE: route(logits_TE, rule, self._selection_bias_E)

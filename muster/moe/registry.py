@@ -20,6 +20,11 @@ MODULES: Mapping[str, str] = MappingProxyType(
     {
         "torch": "muster.moe.backends.torch",
         "cpu": "muster.moe.backends.cpu",
+        "triton": "muster.moe.backends.triton",
+        "triton_fused": "muster.moe.backends.triton_fused",
+        "triton_w8a8": "muster.moe.backends.triton_w8a8",
+        "decode": "muster.moe.backends.decode",
+        "wgmma": "muster.moe.backends.wgmma",
     }
 )
 
@@ -34,6 +39,7 @@ _FACT_TYPES: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
         "tuple[Package, ...]": tuple,
         "tuple[str, ...]": tuple,
         "Rounding": Rounding,
+        "str": str,
         "bool": bool,
         "int": int,
         "int | None": (int, type(None)),

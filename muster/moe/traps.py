@@ -22,11 +22,6 @@ _TRTLLM = (
 
 TRAPS: Mapping[str, tuple[Trap, ...]] = MappingProxyType(
     {
-        "triton": (
-            Trap("It overwrites the tokens it is given unless told not to.", _SGLANG),
-            Trap("An activation limit other than 10 fails an assertion outside gpt-oss.", _SGLANG),
-            Trap("Layers that are not quantised end here without a word when other backends were asked for.", _SGLANG),
-        ),
         "triton_kernel": (
             Trap("It crashes on Blackwell with a driver from 595 on.", _SGLANG),
             Trap("Its router ignores a selection bias and expert groups.", _SGLANG),

@@ -158,7 +158,7 @@ def test_a_requested_backend_is_the_only_one() -> None:
 
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(UsageError, match="cpu, torch"):
+    with pytest.raises(UsageError, match="cpu, triton, torch"):
         built(matrix(BF16, 8, 64), requested="cutlass")
 
 

@@ -24,8 +24,8 @@ FLOOR = 1.0
 GIB = 1 << 30
 
 
-def contender(name, max_tokens=None, refusal=None, reasons=()):
-    return Contender(PART, name, refusal, reasons, max_tokens)
+def contender(name, max_tokens=None, refusal=None, reasons=(), layout=""):
+    return Contender(PART, name, refusal, reasons, max_tokens, layout)
 
 
 def proven(who, tokens):
@@ -50,20 +50,21 @@ def timing(name, tokens, median, *, spread=0.0, layout=0):
     return ledger_rows.timing(row, median=median, low=low, high=high, floor=FLOOR, layout_bytes=layout)
 
 
-def field(times, *, bounds=None, layouts=None, spread=0.0, others=()):
+def field(times, *, bounds=None, layouts=None, shared=None, spread=0.0, others=()):
     """A field where each backend of `times` is proven for the token counts that it has a time for.
 
     Args:
         times: seconds by token count, by name; the first name is the simplest.
         bounds: max_tokens by name.
         layouts: bytes of one layout by name.
+        shared: the layout's name by name, of those that share one.
         spread: of the quartiles, as a part of the median.
         others: standings beside those.
     """
     buckets = sorted({tokens for row in times.values() for tokens in row} | {one.tokens for one in others})
     standings = []
     for name, row in times.items():
-        who = contender(name, (bounds or {}).get(name))
+        who = contender(name, (bounds or {}).get(name), layout=(shared or {}).get(name, ""))
         mine = {one.tokens: one for one in others if one.contender.backend == name}
         for tokens in buckets:
             bare = mine.get(tokens, Standing(who, tokens, Verdict.NOT_TRIED))
@@ -248,6 +249,13 @@ def test_a_second_layout_over_the_budget_is_refused_and_the_remark_says_what_it_
         assert word in remark
     assert losers(chosen) == {"b": "up to 3.0x as fast at 1 token, but over the layout budget"}
     assert chosen.choice.entries[0].reason == "fastest within the layout budget"
+
+
+def test_backends_of_one_layout_cost_its_memory_once():
+    same = {"a": "fragments", "b": "fragments"}
+    chosen = choose(field(TWO_LAYOUTS, layouts={"a": GIB, "b": GIB}, shared=same), 0)
+    assert entries(chosen) == [(1, "b"), (None, "a")]
+    assert chosen.remarks == ()
 
 
 def test_the_one_layout_within_the_budget_is_the_one_that_is_fastest_over_all_buckets():

@@ -45,6 +45,14 @@ def test_every_backend_has_a_line_of_its_medians() -> None:
     assert dict(zip(*line(time, "line floor").get_data(), strict=True)) == FLOORS
 
 
+def test_lines_of_others_are_dashed_in_their_colour() -> None:
+    curves = [Curve("ours", {1: 0.5, 2: 0.6}), Curve("theirs", {1: 0.4, 2: 0.5}, foreign=True)]
+    (ax,) = Chart("demo", [[Panel("share", "share", curves)]]).figure().axes
+    assert line(ax, "line ours").get_linestyle() == "-"
+    assert line(ax, "line theirs").get_linestyle() == "--"
+    assert line(ax, "line theirs").get_color() != line(ax, "line ours").get_color()
+
+
 def test_every_failure_has_a_cross_and_its_word() -> None:
     time = chart().figure().axes[0]
     assert line(time, "failures toy").get_xdata().tolist() == [2, 4, 8]

@@ -123,9 +123,9 @@ def test_copies_hold_the_same_numbers_in_memory_of_their_own(part: Part) -> None
     assert len(several) == 3
     assert all(torch.equal(out, outs[0]) for out in outs)
     originals = {tensor.data_ptr() for tensor in timing.weight_tensors(inputs)}
-    copied = {tensor.data_ptr() for tensor in timing.weight_tensors(timing._copy(inputs))}
+    addresses = {tensor.data_ptr() for tensor in timing.weight_tensors(timing.copied(inputs))}
     assert originals
-    assert not originals & copied
+    assert not originals & addresses
 
 
 def test_no_more_copies_are_made_than_memory_holds() -> None:

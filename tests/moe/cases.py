@@ -10,8 +10,21 @@ import torch
 from torch import Tensor
 
 from muster.formats.codec import encode
+from muster.formats.int4 import SYMMETRIC_ZERO
 from muster.formats.matrix import Meaning, QuantMatrix
-from muster.formats.spec import BF16, F32, FORMATS, FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4, Format, int4
+from muster.formats.spec import (
+    BF16,
+    F32,
+    FORMATS,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    MXFP4,
+    NVFP4,
+    Element,
+    Format,
+    int4,
+)
 from muster.moe.backend import Routed
 from muster.moe.problem import Activation, MoEProblem, RoutingRule
 from muster.moe.weights import ExpertWeights
@@ -68,6 +81,7 @@ class Case:
         tokens: T; a backend meant for fewer gets as many as it is meant for.
         pattern: the routing.
         divides: NVFP4's tensor scale divides (compressed-tensors).
+        symmetric: int4 without zero points, its scales in bf16 (compressed-tensors).
         seed: of weights, tokens and routing.
     """
 
@@ -75,6 +89,7 @@ class Case:
     tokens: int = 9
     pattern: Pattern = uniform
     divides: bool = False
+    symmetric: bool = False
     seed: int = 0
 
 
@@ -116,6 +131,7 @@ CASES: Mapping[str, Case] = {
     "activations bf16": Case(problem(dtype="bf16")),
     "activations f16": Case(problem(weights=NVFP4, dtype="f16")),
     "nvfp4, tensor scale divides": Case(problem(weights=NVFP4), divides=True),
+    "int4, symmetric": Case(problem(weights=int4(32)), symmetric=True),
     "int4, act-order": Case(problem(weights=int4(32), act_order=True)),
     "fp8-block, partial edge blocks": Case(problem(hidden=200, inner=136, weights=FP8_BLOCK)),
     "gelu": Case(problem(activation=Activation("gelu"))),
@@ -152,6 +168,20 @@ CASES: Mapping[str, Case] = {
     "odd shape, f32": Case(problem(hidden=41, inner=1, experts=3, top_k=2, weights=F32)),
     "odd shape, nvfp4": Case(problem(hidden=48, inner=80, experts=7, top_k=3, weights=NVFP4)),
     "odd shape, mxfp4": Case(problem(hidden=96, inner=32, experts=7, top_k=3, weights=MXFP4)),
+    "odd shape, int4-g32": Case(problem(hidden=96, inner=160, experts=7, top_k=3, weights=int4(32))),
+    "odd shape, fp8-block": Case(problem(hidden=224, inner=160, experts=7, top_k=3, weights=FP8_BLOCK)),
+    "gpt-oss: swiglu-oai, limit, bias, fp8-channel": Case(problem(weights=FP8_CHANNEL, activation=GPT_OSS, bias=True)),
+    "relu2, int4-g128": Case(problem(weights=int4(128), activation=Activation("relu2"), bias=True)),
+    "relu2, fp8-block": Case(problem(weights=FP8_BLOCK, activation=Activation("relu2"), bias=True)),
+    "router weight on input, bias, fp8-block": Case(problem(weights=FP8_BLOCK, bias=True, on_input=True)),
+    "tile edges, fp8-channel": Case(
+        problem(experts=10, top_k=1, weights=FP8_CHANNEL), tokens=sum(TILE_EDGES), pattern=tile_edges, seed=2
+    ),
+    "sentinel ids, fp8-block": Case(problem(weights=FP8_BLOCK), tokens=24, pattern=sentinels),
+    "nothing but sentinel ids, fp8-block": Case(problem(weights=FP8_BLOCK), tokens=3, pattern=nothing_here),
+    "second of three ranks, fp8-channel": Case(problem(local=(3, 2), weights=FP8_CHANNEL), tokens=24),
+    "zero tokens, fp8-block": Case(problem(weights=FP8_BLOCK), tokens=0),
+    "gelu, fp8-block": Case(problem(weights=FP8_BLOCK, activation=Activation("gelu"))),
     "demo shape": Case(problem(hidden=576, inner=192, top_k=8, weights=NVFP4), tokens=1),
     "many experts": Case(problem(experts=64, top_k=8, weights=NVFP4, hidden=64, inner=64), tokens=11),
 }
@@ -196,6 +226,11 @@ def _weights(case: Case, generator: torch.Generator) -> ExpertWeights:
 def _encode(case: Case, weight: Tensor, pieces: int, generator: torch.Generator) -> QuantMatrix:
     meaning = Meaning.DIVIDES if case.divides else Meaning.MULTIPLIES
     matrix = encode(weight, case.problem.weights, pieces, meaning)
+    if case.symmetric:
+        assert matrix.scale is not None
+        assert matrix.zero is not None
+        scale = replace(matrix.scale, value=matrix.scale.value.bfloat16(), element=Element.BF16)
+        matrix = replace(matrix, scale=scale, zero=torch.full_like(matrix.zero, SYMMETRIC_ZERO))
     if not case.problem.act_order:
         return matrix
     assert matrix.scale is not None

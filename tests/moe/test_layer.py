@@ -41,7 +41,10 @@ def layer(plan: Choice, **options) -> MoELayer:
     return MoELayer(PROBLEM, gate(), INPUTS.weights, plan, device.cpu(), **options)
 
 
-@pytest.mark.parametrize("requested", [None, *backends().names()])
+HERE = [name for name, backend in backends() if backend.supports(PROBLEM, device.cpu()) is None]
+
+
+@pytest.mark.parametrize("requested", [None, *HERE])
 def test_layer_equals_the_reference_for_every_backend_and_token_count(requested):
     moe = layer(choice(requested))
     truth_TD = moe_layer(PROBLEM, gate(), INPUTS.weights, INPUTS.x_TD)

@@ -65,10 +65,11 @@ class Field:
 
     def layout_bytes(self, names: Collection[str]) -> int:
         """What the layouts of these backends keep beside the stored weights, in all of the part's uses."""
+        shared = {one.contender.backend: one.contender.layout or one.contender.backend for one in self.standings}
         layouts: dict[str, int] = {}
         for (name, _), timing in self.times.items():
-            layouts[name] = max(timing.layout_bytes, layouts.get(name, 0))
-        return self.uses * sum(layouts.get(name, 0) for name in names)
+            layouts[shared[name]] = max(timing.layout_bytes, layouts.get(shared[name], 0))
+        return self.uses * sum(layouts.get(layout, 0) for layout in {shared[name] for name in names})
 
     def fastest(self, bucket: int, names: Sequence[str]) -> str | None:
         """Of these backends the one with the shortest median; None where none of them is proven."""

@@ -21,6 +21,7 @@ from muster.lab.choose.plans import Shelf, document
 from muster.lab.ledger.evidence import Verdict
 from muster.lab.ledger.ledger import Ledger
 from muster.lab.measure.race import SECONDS, Race, races, recall, run_races, sample_of
+from muster.lab.measure.tune import remark
 from muster.lab.prove.cases import Part, Role
 from muster.lab.prove.contender import Contender
 from muster.lab.prove.proof import prove_parts
@@ -171,7 +172,9 @@ class _Maker:
                 self._insist(requested, [one for one in contenders if one.backend == requested], view)
             found = self._prove(contenders, view)
             finished = self._time(found, view)
-        return self._draft(found, finished, int(BUDGET_SHARE * free_memory()) if budget is None else budget, requested)
+        if budget is None:
+            budget = int(BUDGET_SHARE * free_memory(self.selection.device.torch_device))
+        return self._draft(found, finished, budget, requested)
 
     def _insist(self, requested: str, contenders: Sequence[Contender], view: Screen) -> None:
         """Sees to the backend that was asked for before any other: if it is not proven, the others do not matter."""
@@ -259,6 +262,8 @@ class _Maker:
                 f"{len(noisy)} of {len(samples)} times are noisy (quartiles up to {max(noisy):.0%} apart): something "
                 "else used the machine; muster bench --again takes all times anew"
             )
+        if untuned := remark(self.selection.device, self.selection.contenders()):
+            yield untuned
         if self.quick:
             yield "made in seconds, from few cases and short times; muster plan takes its time"
 

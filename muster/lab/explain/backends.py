@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from muster.contract import NO_ADAPTER, Known
-from muster.device import COMPUTE_CAPABILITIES, Device, cpu, cuda, elsewhere
+from muster.device import COMPUTE_CAPABILITIES, Device, elsewhere, here
 from muster.errors import UsageError
 from muster.lab.explain import backend_page, backend_tables
 from muster.lab.explain.cells import Cell, cells
 from muster.lab.explain.offers import Offer, known
 from muster.lab.explain.seen import Verdicts, verdicts
+from muster.lab.measure.tune import remark
+from muster.lab.prove.contender import contenders
 from muster.lab.prove.parts import Role
 from muster.moe.known import DISPATCHERS
 
@@ -39,6 +39,8 @@ def command(model: str | None, *, cc: str | None, role: str | None, json: bool, 
             sys.stdout.write(jsonlib.dumps(_document(model, found, seen)) + "\n")
         else:
             backend_tables.write(found, seen, named=model is not None)
+            for text in _remarks(found):
+                sys.stdout.write(f"\n{text}\n")
     if model is not None and not all(cell.runs for cell in found):
         raise SystemExit(1)
 
@@ -53,9 +55,17 @@ def _roles(role: str | None) -> tuple[Role, ...]:
 
 def _devices(cc: str | None) -> tuple[Device, ...]:
     if cc is None:
-        return (cuda() if torch.cuda.is_available() else cpu(),)
+        return (here(),)
     words = COMPUTE_CAPABILITIES if cc == "all" else dict.fromkeys(word.strip() for word in cc.split(","))
     return tuple(elsewhere(word) for word in words)
+
+
+def _remarks(found: Sequence[Cell]) -> Iterator[str]:
+    """What makes a backend slower here than it could be."""
+    for device in dict.fromkeys(cell.device for cell in found):
+        able = [one for cell in found if cell.device == device for one in contenders(cell.part, device)]
+        if untuned := remark(device, able):
+            yield untuned
 
 
 def _document(model: str | None, found: Sequence[Cell], seen: Verdicts) -> Mapping[str, Any]:
@@ -67,6 +77,7 @@ def _document(model: str | None, found: Sequence[Cell], seen: Verdicts) -> Mappi
         "backends": [entry for cell in firsts.values() for entry in _backends(cell)],
         "dispatchers": [_known(entry) for entry in DISPATCHERS],
         "cells": [_cell(cell, seen) for cell in found],
+        "remarks": list(_remarks(found)),
     }
 
 

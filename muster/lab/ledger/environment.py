@@ -21,6 +21,7 @@ from muster.device import Device
 from muster.errors import UsageError
 from muster.gemm.registry import linears
 from muster.lab.ledger import source
+from muster.moe.kernels import tuning
 from muster.moe.registry import backends
 
 NOTED = frozenset({"muster", "python", "system"})
@@ -29,19 +30,27 @@ NOTED = frozenset({"muster", "python", "system"})
 _NONE = "none"
 
 
-def current(device: Device, role: str, backend: str) -> Mapping[str, str]:
+def current(device: Device, role: str, backend: str, home: Path | None = None) -> Mapping[str, str]:
     """What evidence about a backend on `device` depends on, by name, and what is only noted (`NOTED`).
 
     These are `device` and `key`, on a CPU `instructions` and `threads`, on a GPU `driver`, `cuda` and `triton`; then
-    `torch`, `package NAME` for each package that the backend declares, and `judge`, the source of what decides.
+    `torch`, `package NAME` for each package that the backend declares, `tiles` where it takes them from a table (a
+    digest of that, or "none"), and `judge`, the source of what decides.
+
+    Args:
+        device: where.
+        role: what the backend computes.
+        backend: its name.
+        home: where the user's tuning tables lie; None: MUSTER_HOME.
     """
-    packages = _packages(role, backend)
+    packages, kernels = _packages(role, backend), _tiled(role, backend)
     return {
         "device": device.name,
         "key": device.key,
         **(_gpu() if device.key != "cpu" else _cpu(kernels=native.REQUIREMENT in packages)),
         "torch": torch.__version__,
         **{f"package {package.name}": _version(package.name) for package in packages},
+        **({"tiles": tuning.digest(kernels, device.name, home or env.read().home)} if kernels else {}),
         "judge": _judge(),
         "muster": _version("muster-moe"),
         "python": platform.python_version(),
@@ -118,6 +127,14 @@ def _packages(role: str, backend: str) -> tuple[Package, ...]:
         return linears().get(backend).facts.packages if role == "linears" else backends().get(backend).facts.packages
     except UsageError:
         return ()
+
+
+def _tiled(role: str, backend: str) -> str:
+    """Whose tile sizes in the tuning tables a backend runs with; empty where it does with none."""
+    try:
+        return "" if role == "linears" else backends().get(backend).facts.tiles
+    except UsageError:
+        return ""
 
 
 def _version(package: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -18,6 +19,7 @@ from muster.errors import UsageError
 from muster.gemm import registry as linear_registry
 from muster.moe import registry as expert_registry
 
+_FILE = re.compile(r"\w+\.\w+")
 _ROOT = Path(__file__).parents[2]
 _ROOMS = frozenset({"attention", "formats", "gemm", "lab", "moe", "native", "parallel", "workspace"})
 _NOT_COMPUTING = frozenset({"muster.gemm.registry", "muster.moe.registry", "muster.lab.ledger.evidence"})
@@ -67,6 +69,7 @@ def _closure(modules: Iterable[str]) -> dict[str, Path]:
         path = _file(module) if _followed(module) else None
         if path is not None and (key := path.relative_to(_ROOT).as_posix()) not in files:
             files[key] = path
+            files |= {(path.parent / name).relative_to(_ROOT).as_posix(): path.parent / name for name in _named(path)}
             waiting += _imports(path.read_bytes())
     return files
 
@@ -93,6 +96,13 @@ def _imports(content: bytes) -> tuple[str, ...]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
     return tuple(dict.fromkeys(above for name in names for above in _and_above(name)))
+
+
+def _named(path: Path) -> Iterator[str]:
+    """Names of files that lie beside a module and that it speaks of, such as the source of a kernel in CUDA."""
+    words = (node.value for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Constant))
+    names = {word for word in words if isinstance(word, str) and _FILE.fullmatch(word)}
+    return (name for name in sorted(names) if (path.parent / name).is_file())
 
 
 def _and_above(name: str) -> Iterator[str]:

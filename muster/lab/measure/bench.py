@@ -15,6 +15,7 @@ from muster.lab import units
 from muster.lab.ledger import records
 from muster.lab.ledger.evidence import Verdict
 from muster.lab.ledger.ledger import Ledger
+from muster.lab.measure import tune as tuned
 from muster.lab.measure.race import Place, Race, races, recall, run_races, sample_of
 from muster.lab.measure.timing import Sample
 from muster.lab.plot import Chart, Track, check_can_save, timing_panels
@@ -43,10 +44,13 @@ def command(
     role: str | None = None,
     tokens: str | None = None,
     again: bool = False,
+    tune: bool = False,
     plot: Path | None = None,
     json: bool = False,
 ) -> None:
     """The command: times what is proven and not timed yet, then prints every time beside the floor.
+
+    With `tune` it finds tile sizes for this machine first, proves what runs with them, and saves them.
 
     Raises:
         InputError: options or a checkpoint that cannot be used.
@@ -56,6 +60,8 @@ def command(
     if plot is not None:
         check_can_save(plot)
     selection = Selection.of(model, backends=backends, role=role, tokens=tokens)
+    if tune:
+        tuned.tune(selection)
     outcome = _run(selection, again=again)
     if json:
         sys.stdout.write(jsonlib.dumps(outcome.document(), indent=2) + "\n")
@@ -117,6 +123,7 @@ class Outcome:
             "device": self.selection.device.name,
             "timed": not self._problems(),
             "interrupted": self.interrupted,
+            "remark": self.remark,
             "parts": [
                 {
                     "part": part.key,
@@ -138,6 +145,11 @@ class Outcome:
             ],
         }
 
+    @property
+    def remark(self) -> str:
+        """What makes the times worse than they could be; empty: nothing known."""
+        return tuned.remark(self.selection.device, self.selection.contenders())
+
     def chart(self) -> Chart:
         """Time and share of the floor over tokens, a row for each part."""
         rows = [timing_panels(part.key, self._tracks(part), self._floors(part)) for part in self.selection.parts]
@@ -151,6 +163,8 @@ class Outcome:
             SystemExit: the user interrupted it.
             UnprovenError: what is not proven, or could not be timed.
         """
+        if self.remark:
+            sys.stderr.write(f"{self.remark}\n")
         if self.interrupted:
             sys.stderr.write("interrupted; the times so far are kept, and the same command goes on from there\n")
             raise SystemExit(INTERRUPTED)

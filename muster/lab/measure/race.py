@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from muster.device import release_memory
 from muster.lab import units
 from muster.lab.ledger.evidence import Timing, Verdict
 from muster.lab.ledger.ledger import Ledger, new_id
@@ -123,6 +124,7 @@ def run_races(
         seconds: for each backend on each case, warm-up not counted.
     """
     waiting, failures = list(waiting), 0
+    release_memory()
     while waiting:
         names = [[runner.contender.backend for runner in race.runners] for race in waiting]
         cases = [race.case(directory) for race in waiting]

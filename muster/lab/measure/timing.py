@@ -201,7 +201,7 @@ def time_case(
     inputs = build(case, device)
     least = floor(case.part.problem, case.tokens, inputs.routed if isinstance(inputs, ExpertInputs) else None, peaks)
     wanted = copies(least.weight_bytes, last_level_cache(device))
-    memory = _free(device) // 2 // len(backends)
+    memory = free_memory(device) // 2 // len(backends)
     rotations = {name: _rotation(case.part, name, inputs, wanted, memory) for name in backends}
     safe = {name for name, several in rotations.items() if several[0].graph_safe}
     calls = {name: _calls(several, case.tokens, device) for name, several in rotations.items()}
@@ -218,7 +218,7 @@ def _rotation(part: Part, backend: str, inputs: Inputs, wanted: int, memory: int
     held = sum(tensor.nbytes for tensor in weight_tensors(inputs)) + first.layout_bytes
     fit = memory // max(held, 1)
     others = range(1, max(1, min(wanted, fit)))
-    return (first, *(Candidate.bind(part, backend, _copy(inputs)) for _ in others))
+    return (first, *(Candidate.bind(part, backend, copied(inputs)) for _ in others))
 
 
 def _calls(candidates: Sequence[Candidate], tokens: int, device: torch.device) -> tuple[Call, ...]:
@@ -234,7 +234,7 @@ def weight_tensors(inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(inputs.matrix.tensors.values())
 
 
-def _copy(inputs: Inputs) -> Inputs:
+def copied(inputs: Inputs) -> Inputs:
     """The same tokens, and a copy of the weights."""
     if isinstance(inputs, ExpertInputs):
         weights = inputs.weights
@@ -244,7 +244,3 @@ def _copy(inputs: Inputs) -> Inputs:
 
 def _cloned(matrix: QuantMatrix) -> QuantMatrix:
     return matrix.with_tensors({name: tensor.clone() for name, tensor in matrix.tensors.items()}, matrix.shape)
-
-
-def _free(device: torch.device) -> int:
-    return free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]

@@ -183,11 +183,10 @@ def build(case: Case, device: torch.device) -> Inputs:
     """
     problem, generator = case.part.problem, torch.Generator().manual_seed(case.seed)
     if isinstance(problem, LinearProblem):
-        matrix, bias = _linear_weights(case.part, case.directory, case.seed)
+        matrix, bias = _linear_weights(case.part, case.directory, case.seed, device)
         x_TK = draw_tokens(case.tokens, problem.columns, case.pattern == "blank", generator)
-        moved = None if bias is None else bias.to(device)
-        return LinearInputs(_to(matrix, device), moved, x_TK.to(device, DTYPES[problem.dtype]))
-    weights = _expert_weights(case.part, case.directory, case.seed)
+        return LinearInputs(matrix, bias, x_TK.to(device, DTYPES[problem.dtype]))
+    weights = _expert_weights(case.part, case.directory, case.seed, device)
     pattern = PATTERNS[case.pattern]
     x_TD = draw_tokens(case.tokens, problem.hidden, pattern.blank, generator)
     ids_TK = pattern.choose(case.tokens, problem, generator)
@@ -197,7 +196,7 @@ def build(case: Case, device: torch.device) -> Inputs:
     share = 1.0 if problem.routing.renormalise else 0.7
     weights_TK *= share * problem.routing.scaling_factor / weights_TK.sum(-1, keepdim=True)
     routed = Routed(ids_TK.to(device), weights_TK.to(device))
-    return ExpertInputs(_experts_to(weights, device), x_TD.to(device, DTYPES[problem.dtype]), routed)
+    return ExpertInputs(weights, x_TD.to(device, DTYPES[problem.dtype]), routed)
 
 
 def reference(case: Case, inputs: Inputs, rounding: Rounding = EXACT) -> Tensor:
@@ -210,21 +209,30 @@ def reference(case: Case, inputs: Inputs, rounding: Rounding = EXACT) -> Tensor:
     )
 
 
+def forget() -> None:
+    """Gives up the weights that are kept for the next case."""
+    _expert_weights.cache_clear()
+    _linear_weights.cache_clear()
+
+
 @lru_cache(maxsize=1)
-def _expert_weights(part: Part, directory: str | None, seed: int) -> ExpertWeights:
+def _expert_weights(part: Part, directory: str | None, seed: int, device: torch.device) -> ExpertWeights:
     """Kept for the next case of the same part: reading or drawing a layer takes longer than judging a few tokens."""
     assert isinstance(part.problem, MoEProblem)
     if directory is None:
-        return draw_experts(part.problem, seed)
-    return read_experts(part, part.problem, Path(directory))
+        return _experts_to(draw_experts(part.problem, seed), device)
+    return _experts_to(read_experts(part, part.problem, Path(directory)), device)
 
 
 @lru_cache(maxsize=1)
-def _linear_weights(part: Part, directory: str | None, seed: int) -> tuple[QuantMatrix, Tensor | None]:
+def _linear_weights(
+    part: Part, directory: str | None, seed: int, device: torch.device
+) -> tuple[QuantMatrix, Tensor | None]:
     assert isinstance(part.problem, LinearProblem)
-    if directory is None:
-        return draw_linear(part.problem, seed)
-    return read_linear(part, part.problem, Path(directory))
+    matrix, bias = (
+        draw_linear(part.problem, seed) if directory is None else read_linear(part, part.problem, Path(directory))
+    )
+    return _to(matrix, device), None if bias is None else bias.to(device)
 
 
 def _with_one_here(ids_TK: Tensor, problem: MoEProblem) -> Tensor:

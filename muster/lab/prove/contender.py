@@ -9,9 +9,11 @@ from typing import Any
 from muster.contract import Registry, missing_packages
 from muster.device import Device
 from muster.errors import UsageError
+from muster.gemm.backend import LinearFacts
 from muster.gemm.registry import linears
 from muster.lab.ledger.evidence import Verdict
 from muster.lab.prove.cases import Part, Role
+from muster.moe.backend import Facts
 from muster.moe.registry import backends
 
 
@@ -25,6 +27,7 @@ class Contender:
         refusal: DECLINED or MISSING (only packages stand in the way); None when it says that it can.
         reasons: all of them, when there is a refusal.
         max_tokens: the largest T it is meant for; None: any.
+        layout: those of the same one share a copy of the weights; empty: it has its own.
     """
 
     part: Part
@@ -32,6 +35,7 @@ class Contender:
     refusal: Verdict | None = None
     reasons: tuple[str, ...] = ()
     max_tokens: int | None = None
+    layout: str = ""
 
     def meant_for(self, tokens: int) -> bool:
         """Whether a call of that many tokens is within what it is meant for."""
@@ -49,6 +53,10 @@ def contenders(part: Part, device: Device, names: Collection[str] | None = None)
     return tuple(_contender(part, device, name) for name in known if names is None or name in names)
 
 
+def _layout(facts: Facts | LinearFacts) -> str:
+    return facts.layout if isinstance(facts, Facts) else ""
+
+
 def _contender(part: Part, device: Device, name: str) -> Contender:
     """A plug-in that cannot be loaded declines: it is one reader's fault and must not stop the others."""
     try:
@@ -57,6 +65,6 @@ def _contender(part: Part, device: Device, name: str) -> Contender:
         return Contender(part, name, Verdict.DECLINED, (" ".join(str(error).split()),))
     decline = backend.supports(part.problem, device)
     if decline is None:
-        return Contender(part, name, max_tokens=backend.facts.max_tokens)
+        return Contender(part, name, max_tokens=backend.facts.max_tokens, layout=_layout(backend.facts))
     only_packages = set(decline.reasons) <= set(missing_packages(backend.facts.packages))
     return Contender(part, name, Verdict.MISSING if only_packages else Verdict.DECLINED, decline.reasons)

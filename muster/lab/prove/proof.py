@@ -48,6 +48,7 @@ def prove_parts(
     again: bool = False,
     limits: Limits | None = None,
     report: Report | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Runs every case that has no evidence that counts and adds what comes of it to the ledger, case by case.
 
@@ -62,6 +63,7 @@ def prove_parts(
         again: run all cases, whatever is known.
         limits: of each isolated process.
         report: told of every verdict.
+        environment: the environment variables of those processes; None: those of this one.
     """
     clerk = _Clerk(agenda, ledger, standings, model, again, report or Report())
     for contender in contenders:
@@ -73,7 +75,8 @@ def prove_parts(
     for job in jobs:
         cases = clerk.expect(job)
         if cases:
-            prove(job.backend, cases, limits or Limits(), partial(clerk.keep, job), here=standings.device)
+            keep = partial(clerk.keep, job)
+            prove(job.backend, cases, limits or Limits(), keep, here=standings.device, environment=environment)
 
 
 def _jobs(contenders: Iterable[Contender]) -> tuple[_Job, ...]:

@@ -5,15 +5,15 @@ A process that fails costs its own case alone: earlier cases keep their verdicts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from muster import device
-from muster.device import Device
+from muster.device import Device, release_memory
 from muster.lab.ledger.evidence import Verdict
 from muster.lab.prove import isolate
-from muster.lab.prove.cases import Case
+from muster.lab.prove.cases import Case, forget
 from muster.lab.prove.finding import Finding, of_death, of_results
 from muster.lab.prove.isolate import Limits, Outcome
 from muster.lab.prove.trial import Step
@@ -35,6 +35,7 @@ def prove(
     on_result: Callable[[Finding], None],
     *,
     here: Device | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Proves a backend on each case, in order, and tells what came of it as soon as nothing can change it any more.
 
@@ -45,10 +46,16 @@ def prove(
             free.
         on_result: called once for each case.
         here: the device; None: the processor.
+        environment: the environment variables of the processes; None: those of this one.
     """
-    prover = _Prover(backend, cases, limits, on_result, here or device.cpu())
-    while prover.open:
-        prover.run_process()
+    prover = _Prover(backend, cases, limits, on_result, here or device.cpu(), environment)
+    try:
+        while prover.open:
+            release_memory()
+            prover.run_process()
+    finally:
+        forget()
+        release_memory()
 
 
 class _Prover:
@@ -58,13 +65,20 @@ class _Prover:
     """
 
     def __init__(
-        self, backend: str, cases: Sequence[Case], limits: Limits, on_result: Callable[[Finding], None], here: Device
+        self,
+        backend: str,
+        cases: Sequence[Case],
+        limits: Limits,
+        on_result: Callable[[Finding], None],
+        here: Device,
+        environment: Mapping[str, str] | None,
     ) -> None:
         self.open = dict(enumerate(cases))
         self._backend = backend
         self._limits = limits
         self._on_result = on_result
         self._device = here
+        self._environment = environment
         self._failures = 0
         self._held: Finding | None = None
         self._told_at = 0.0
@@ -78,7 +92,11 @@ class _Prover:
             "cases": {_name(number): case.to_json() for number, case in self.open.items()},
         }
         with isolate.run(
-            "muster.lab.prove.trial:compute", payload, self._process_limits(), on_result=self._take
+            "muster.lab.prove.trial:compute",
+            payload,
+            self._process_limits(),
+            on_result=self._take,
+            environment=self._environment,
         ) as outcome:
             failed = self._blame(outcome)
         self._failures += failed

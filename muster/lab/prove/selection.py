@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.checkpoint.loader import Loader
-from muster.device import Device, cpu
+from muster.device import Device, here
 from muster.errors import UsageError
 from muster.lab.explain.offers import known
 from muster.lab.prove.cases import BUCKETS, Case, Part, Role, cases, parts
@@ -64,7 +64,7 @@ class Selection:
         error = UsageError.only_or_all("options", problems)
         if error is not None:
             raise error
-        device = cpu()
+        device = here()
         directory = model.absolute()
         found = parts(Loader.open(directory, draft=True), device)
         default = BUCKETS["cpu" if device.key == "cpu" else "cuda"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 from muster.device import Device
 from muster.errors import UnprovenError, UsageError
@@ -64,18 +65,25 @@ class Standing:
 
 
 class Standings:
-    """Reads the ledger with the eyes of this machine, its software and the backends' sources as they are now."""
+    """Reads the ledger with the eyes of this machine, its software and the backends' sources as they are now.
 
-    def __init__(self, ledger: Ledger, device: Device) -> None:
+    Args:
+        ledger: the ledger.
+        device: of this machine.
+        home: where the tuning tables lie that backends run with; None: MUSTER_HOME.
+    """
+
+    def __init__(self, ledger: Ledger, device: Device, home: Path | None = None) -> None:
         self.device = device
         self._ledger = ledger
+        self._home = home
         self._environments: dict[tuple[Role, str], Mapping[str, str]] = {}
 
     def environment(self, contender: Contender) -> Mapping[str, str]:
         """What evidence about a backend depends on, as it is now."""
         key = contender.part.role, contender.backend
         if key not in self._environments:
-            self._environments[key] = environment.current(self.device, *key)
+            self._environments[key] = environment.current(self.device, *key, self._home)
         return self._environments[key]
 
     def source(self, contender: Contender) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from muster.moe.backend import ExpertRows, Routed, RowLayout
 from muster.moe.dispatch import Dispatched, TokenDispatcher
+from muster.moe.dispatchers.triton import TritonDispatcher
+from muster.moe.problem import MoEProblem
 from muster.workspace import Workspace
 
 
@@ -22,11 +26,17 @@ class _Grouping:
 
 
 class StandardDispatcher(TokenDispatcher):
-    """Groups by a stable sort of the expert ids, combines by one gather per slot."""
+    """Groups by a stable sort of the expert ids, combines by one gather per slot; on a GPU kernels do both."""
+
+    def __init__(self, problem: MoEProblem) -> None:
+        super().__init__(problem)
+        self._kernels = TritonDispatcher(problem)
 
     def dispatch(
         self, x_TD: Tensor, routed: Routed, layout: RowLayout, row_block: int, workspace: Workspace
     ) -> Dispatched:
+        if x_TD.is_cuda and _has_triton():
+            return self._kernels.dispatch(x_TD, routed, layout, row_block, workspace)
         grouping = self._group(routed.ids_TK)
         starts_L, total = _lay_out(grouping.counts_L, layout, row_block)
         first_L = grouping.counts_L.cumsum(0) - grouping.counts_L
@@ -48,6 +58,9 @@ class StandardDispatcher(TokenDispatcher):
         return Dispatched(ExpertRows(x_RD, starts_L, grouping.counts_L, layout), row_TK, weights_TK)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched, out_TD: Tensor, workspace: Workspace) -> None:
+        if y_RD.is_cuda and _has_triton():
+            self._kernels.combine(y_RD, dispatched, out_TD, workspace)
+            return
         if not len(y_RD):
             out_TD.zero_()
             return
@@ -70,6 +83,11 @@ class StandardDispatcher(TokenDispatcher):
         counts = torch.bincount(local, minlength=experts + 1)[:experts]
         real = int(counts.sum())
         return _Grouping(slots[:real], sorted_experts[:real], counts)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _lay_out(counts_L: Tensor, layout: RowLayout, row_block: int) -> tuple[Tensor, int]:

@@ -1,0 +1,53 @@
+"""`wgmma`: a fused function for 4-bit experts on Hopper; weights are decoded in registers, under the products."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from muster.contract import Package
+from muster.formats.rounding import Grid, Rounding
+from muster.moe.backend import Facts, FusedFunc, Routed
+from muster.moe.problem import MoEProblem
+from muster.moe.registry import register_fused_func
+from muster.moe.weights import ExpertWeights
+from muster.workspace import Workspace
+
+if TYPE_CHECKING:
+    from muster.moe.kernels.fragments import FragmentLayer
+
+
+@register_fused_func("wgmma")
+class Wgmma(FusedFunc["FragmentLayer"]):
+    """Lists of slots, tokens re-ordered, gate_up with activation, down with routing weight, combine."""
+
+    facts = Facts(
+        devices=frozenset({"9.0"}),
+        weights=frozenset({"nvfp4", "mxfp4"}),
+        dtypes=frozenset({"bf16"}),
+        activations=frozenset({"silu", "swiglu-oai"}),
+        bias=True,
+        clamp=True,
+        router_weight_on_input=True,
+        zero_tokens=True,
+        sentinel_ids=True,
+        graph_safe=True,
+        layout="fragments",
+        deterministic=True,
+        hidden_multiple=64,
+        inner_multiple=64,
+        packages=(Package("triton", ">=3.6"), Package("torch", ">=2.9")),
+        kernels=("list_kernel", "arrange", "expert_product", "combine_kernel"),
+        rounding=Rounding(inner=Grid.BF16, weighted=Grid.BF16),
+    )
+
+    def prepare(self, problem: MoEProblem, weights: ExpertWeights) -> FragmentLayer:
+        from muster.moe.kernels.fragments import FragmentLayer
+
+        return FragmentLayer.of(problem, weights)
+
+    def run(self, prepared: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace) -> None:
+        from muster.moe.kernels import wgmma_layer
+
+        wgmma_layer.run(prepared, x_TD, routed, out_TD, workspace)

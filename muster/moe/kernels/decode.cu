@@ -1,0 +1,312 @@
+// One product of an expert layer for few rows per expert, 4-bit weights, bf16 activations, tensor cores.
+//
+// A warp multiplies R tiles of 16 weight rows by 8 * NT token rows; WK warps share the columns, WR the rows of a program.
+// Weights lie in the order of the A fragments of mma.m16n8k16 (fragments.py): per tile and chunk of 64 columns each lane
+// reads 16 bytes, four fragments. All of it that is of one row has one scale, which multiplies in bf16, exactly.
+// Activations need no staging: a lane's columns are 32 contiguous bytes of one token.
+//
+// Constants come from the compiler's command line: K_CHUNKS, TILES, TOP_K, WIDTH (columns of the output), WK, WR, R, NT,
+// AHEAD (chunks in flight per warp), FIRST (gate_up and its activation, else down), BIAS, WEIGH (by the routing weight);
+// LIMIT and ALPHA of the activation where it has them, SLOTS (0: blocks are listed; else each slot finds its
+// own block, and there are so many slots at most, a multiple of 32),
+// FIRST_EXPERT and LOCAL of this rank; SCALE_STEP, SCALE_BASE, SCALE_SHARE and UNIT of the format.
+
+typedef unsigned short bf16;
+constexpr int COLUMNS = K_CHUNKS * 64;
+constexpr int THREADS = WK * WR * 32, ROWS = 8 * NT;
+
+__device__ __forceinline__ uint4 stream(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ unsigned stream(const bf16* at) {
+    bf16 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(at));
+    return v;
+}
+
+// What an earlier kernel of the chain writes is read so: the compiler moves no such read in front of `await`, as it may
+// with a plain one through a const __restrict__ pointer.
+__device__ __forceinline__ uint4 read(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ unsigned read(const unsigned* at) {
+    unsigned v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
+    unsigned d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+    return d;
+}
+
+__device__ __forceinline__ bf16 rounded(float v) {
+    bf16 d;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
+    return d;
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Eight codes to four pairs of bf16: sign, exponent and mantissa bits become bf16's own, the value times 2**-126; scales
+// carry 2**118. The even fragments are rows g, the odd ones rows g + 8.
+__device__ __forceinline__ void decode(unsigned w, unsigned scale0, unsigned scale1, unsigned (&a)[4]) {
+    constexpr unsigned SIGN = 0x80008000u, REST = 0x01c001c0u;
+    a[0] = times(w & (SIGN | REST), scale0);
+    a[1] = times((w << 3) & (SIGN | REST), scale1);
+    a[2] = times(((w << 6) & REST) | ((w << 2) & SIGN), scale0);
+    a[3] = times(((w >> 3) & REST) | ((w << 1) & SIGN), scale1);
+}
+
+struct Pending {
+    uint4 codes[R];
+    unsigned scales[R];
+};
+
+// R tiles that follow each other are of one unit: R divides four.
+__device__ __forceinline__ void fetch(Pending& p, const char* codes, const char* scales, int chunk) {
+    if (chunk >= K_CHUNKS) return;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        p.codes[r] = stream(reinterpret_cast<const uint4*>(codes + chunk * UNIT + r * 512));
+        p.scales[r] = stream(reinterpret_cast<const bf16*>(scales + chunk * UNIT + r * (64 / SCALE_SHARE)));
+    }
+}
+
+#if FIRST
+__device__ __forceinline__ float activated(float gate, float up) {
+#ifdef LIMIT
+    gate = gate > LIMIT ? LIMIT : gate;
+    up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
+#endif
+#ifdef ALPHA
+    return gate / (1.0f + __expf(-ALPHA * gate)) * (up + 1.0f);
+#else
+    return gate / (1.0f + __expf(-gate)) * up;
+#endif
+}
+#endif
+
+// Later kernels of a chain are launched early: what an earlier one writes is read after `await`.
+__device__ __forceinline__ void announce() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void await() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if SLOTS
+// Slot `slot` heads a block if it is every ROWS-th of its expert; each warp finds the block's slots for itself. All warps
+// write the same list, and each reads it after its own writes.
+__device__ __forceinline__ int list_members(const long long* ids, int slot, long long expert, int lane, int* members) {
+    unsigned same[SLOTS / 32];
+    int before = 0, all = 0;
+#pragma unroll
+    for (int i = 0; i < SLOTS / 32; ++i) {
+        const int other = i * 32 + lane;
+        same[i] = __ballot_sync(~0u, other < gridDim.y && ids[other < gridDim.y ? other : 0] - FIRST_EXPERT == expert);
+        const int left = slot - i * 32;
+        before += __popc(left <= 0 ? 0 : left >= 32 ? same[i] : same[i] & ((1u << left) - 1));
+        all += __popc(same[i]);
+    }
+    if (before % ROWS) return 0;
+    int rank = -before;
+#pragma unroll
+    for (int i = 0; i < SLOTS / 32; ++i) {
+        const int mine = rank + __popc(same[i] & ((1u << lane) - 1));
+        if ((same[i] >> lane & 1) && mine >= 0 && mine < ROWS) members[mine] = i * 32 + lane;
+        rank += __popc(same[i]);
+    }
+    __syncwarp();
+    return min(all - before, ROWS);
+}
+#endif
+
+__device__ __forceinline__ int member_slot(const int* slots, int member, int count) {
+#if SLOTS
+    return member < count ? slots[member] : -1;
+#else
+    return read(reinterpret_cast<const unsigned*>(slots + member));
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
+    const bf16* __restrict__ x, const long long* __restrict__ ids, const int* __restrict__ slots,
+    const int* __restrict__ experts, const char* __restrict__ units,
+    const float* __restrict__ tensor_scales, const float* __restrict__ bias, const float* __restrict__ weights,
+    bf16* __restrict__ out) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+#if SLOTS
+    announce();
+    __shared__ int members[ROWS];
+    const long long expert = ids[blockIdx.y] - FIRST_EXPERT;
+    if (expert < 0 || expert >= LOCAL) return;
+    const int count = list_members(ids, blockIdx.y, expert, lane, members);
+    if (count == 0) return;
+    slots = members;
+#else
+#if FIRST
+    await();
+#endif
+    announce();  // not before the lists are complete, which `down` reads without waiting
+    const int expert = read(reinterpret_cast<const unsigned*>(experts + blockIdx.y)), count = ROWS;
+    if (expert < 0) return;
+    slots += blockIdx.y * ROWS;
+#endif
+    const int part = warp % WK, first_tile = (blockIdx.x * WR + warp / WK) * R;
+
+    const bf16* rows[NT];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int slot = member_slot(slots, n * 8 + g, count);
+        rows[n] = slot < 0 ? nullptr : x + (long long)(slot / TOP_K) * COLUMNS + 16 * t;
+    }
+
+    float sums[R][NT][4] = {};
+    if (first_tile < TILES) {
+        units += ((long long)expert * (TILES / 4) + first_tile / 4) * K_CHUNKS * UNIT;
+        const int place = first_tile % 4 * 32 + lane;
+        const char *codes = units + place * 16, *scales = units + 2048 + place / SCALE_SHARE * 2;
+        Pending pending[AHEAD];
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) fetch(pending[u], codes, scales, part + u * WK);
+#if !FIRST
+        await();
+#endif
+        for (int start = part; start < K_CHUNKS; start += AHEAD * WK) {
+#pragma unroll
+            for (int u = 0; u < AHEAD; ++u) {
+                const int chunk = start + u * WK;
+                if (chunk >= K_CHUNKS) break;
+                uint4 b[NT][2];
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    b[n][0] = b[n][1] = make_uint4(0, 0, 0, 0);
+                    if (rows[n]) {
+                        const uint4* at = reinterpret_cast<const uint4*>(rows[n] + chunk * 64);
+                        b[n][0] = read(at);
+                        b[n][1] = read(at + 1);
+                    }
+                }
+                const Pending now = pending[u];
+                fetch(pending[u], codes, scales, chunk + AHEAD * WK);
+#pragma unroll
+                for (int r = 0; r < R; ++r) {
+                    const unsigned scale0 = (now.scales[r] & 255u) * SCALE_STEP + SCALE_BASE;
+                    const unsigned scale1 = (now.scales[r] >> 8) * SCALE_STEP + SCALE_BASE;
+                    const unsigned words[4] = {now.codes[r].x, now.codes[r].y, now.codes[r].z, now.codes[r].w};
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        unsigned a[4];
+                        decode(words[j], scale0, scale1, a);
+#pragma unroll
+                        for (int n = 0; n < NT; ++n) {
+                            const uint4 pair = b[n][j / 2];
+                            multiply(sums[r][n], a, j % 2 ? pair.z : pair.x, j % 2 ? pair.w : pair.y);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    __shared__ float4 shared[WK][WR][R][NT][32];
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+            shared[part][warp / WK][r][n][lane] =
+                make_float4(sums[r][n][0], sums[r][n][1], sums[r][n][2], sums[r][n][3]);
+    __syncthreads();
+
+    for (int item = threadIdx.x; item < WR * R * NT * 32; item += THREADS) {
+        const float4* mine = &shared[0][0][0][0][0] + item;
+        float4 sum = *mine;
+#pragma unroll
+        for (int k = 1; k < WK; ++k) {
+            const float4 more = mine[k * WR * R * NT * 32];
+            sum.x += more.x; sum.y += more.y; sum.z += more.z; sum.w += more.w;
+        }
+        const int at = item % 32, row = at / 4, n = item / 32 % NT;
+        const int tile = blockIdx.x * WR * R + item / 32 / NT;
+        if (tile >= TILES) continue;
+        const float2 both[2] = {make_float2(sum.x, sum.z), make_float2(sum.y, sum.w)};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int slot = member_slot(slots, n * 8 + at % 4 * 2 + i, count);
+            if (slot < 0) continue;
+#if FIRST
+            const int f = tile / 8 * 64 + row / 2 * 16 + tile % 8 * 2 + row % 2;
+            float gate = both[i].x * (256.0f * tensor_scales[2 * (int)expert]);
+            float up = both[i].y * (256.0f * tensor_scales[2 * (int)expert + 1]);
+#if WEIGH
+            gate *= weights[slot];
+            up *= weights[slot];
+#endif
+#if BIAS
+            gate += bias[(long long)expert * 2 * WIDTH + f];
+            up += bias[(long long)expert * 2 * WIDTH + WIDTH + f];
+#endif
+            out[(long long)slot * WIDTH + f] = rounded(activated(gate, up));
+#else
+            float y[2] = {both[i].x, both[i].y};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int d = tile * 16 + half * 8 + row;
+                float v = y[half] * (256.0f * tensor_scales[expert]);
+#if BIAS
+                v += bias[(long long)expert * WIDTH + d];
+#endif
+#if WEIGH
+                v *= weights[slot];
+#endif
+                out[(long long)slot * WIDTH + d] = rounded(v);
+            }
+#endif
+        }
+    }
+}
+
+#if !FIRST
+// out[token] = the sum of its slots in slot order; slots of no local expert were never written.
+extern "C" __global__ void __launch_bounds__(128) combine(
+    const bf16* __restrict__ y, const long long* __restrict__ ids, bf16* __restrict__ out) {
+    const int column = (blockIdx.x * 128 + threadIdx.x) * 2, token = blockIdx.y;
+    if (column >= WIDTH) return;
+    unsigned here = 0;
+#pragma unroll
+    for (int k = 0; k < SUMMED; ++k) {
+        const long long expert = ids[token * SUMMED + k] - FIRST_EXPERT;
+        here |= (expert >= 0 && expert < LOCAL) << k;
+    }
+    await();
+    float low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int k = 0; k < SUMMED; ++k) {
+        if (!(here >> k & 1)) continue;
+        const unsigned both = read(reinterpret_cast<const unsigned*>(y + ((long long)token * SUMMED + k) * WIDTH + column));
+        low += __uint_as_float(both << 16);
+        high += __uint_as_float(both & 0xffff0000u);
+    }
+    *reinterpret_cast<unsigned*>(out + (long long)token * WIDTH + column) =
+        (unsigned)rounded(low) | (unsigned)rounded(high) << 16;
+}
+#endif

@@ -1,0 +1,186 @@
+"""Stacks of matrices in the order in which tensor cores take them: a lane reads 16 bytes that are its operands.
+
+A tile is 64 rows, 16 of them a warp's; a chunk is 64 columns. Lane 4 g + t holds its warp's rows g and g + 8 and the
+chunk's columns 16 t to 16 t + 15, as the A fragments of four m16n8k16 products (PTX ISA, "Matrix Fragments for
+mma.m16n8k16"): the sixteen columns of a product are no neighbours, but what a lane holds of a row is under one scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.formats.codec import decode_scale
+from muster.formats.matrix import Meaning, QuantMatrix
+from muster.formats.spec import Element, Format
+from muster.moe.problem import MoEProblem
+from muster.moe.weights import ExpertWeights
+
+TILE, CHUNK = 64, 64
+"""Rows and columns of a unit."""
+_BITS = ((15, 6), (12, 3), (13, 0), (14, 9))
+"""Of each of the four pairs in a word: where a half-word holds sign and magnitude (see `decode` in the kernels)."""
+_LEAST_EXPONENT = -10
+"""An e4m3 scale, subnormals included, as three mantissa bits under an exponent that counts from here."""
+_LARGEST_FIELD = 254
+"""bf16's largest exponent field: that of a matrix's largest e8m0 scale."""
+
+
+def format_constants(format: Format) -> dict[str, str | int]:
+    """What the kernels must know of a format: where its scales are and what they mean.
+
+    A scale's bf16 bits are `byte * SCALE_STEP + SCALE_BASE`, for both half-words; `SCALE_SHARE` neighbouring lanes of a
+    row read the same byte; UNIT bytes are a unit's.
+    """
+    if format.name == "nvfp4":
+        return {"SCALE_STEP": "0x00100010u", "SCALE_BASE": "0x75807580u", "SCALE_SHARE": 1, "UNIT": 2048 + 256}
+    return {"SCALE_STEP": "0x00800080u", "SCALE_BASE": "0u", "SCALE_SHARE": 2, "UNIT": 2048 + 128}
+
+
+@dataclass(frozen=True, eq=False)
+class Fragments:
+    """A stack of NVFP4 or MXFP4 matrices `[L, N, K]`.
+
+    Attributes:
+        units: uint8 `[L, N/64, K/64, UNIT]`: codes `[4 warps, 32 lanes, 16]`, eight in each little-endian word, then
+            scales `[4 warps, 32 lanes, 2]` for rows g and g + 8. NVFP4: five exponent bits over three mantissa bits.
+            MXFP4: half as many lanes; the exponent alone, counted from the largest of the matrix.
+        tensor_scales: float32 `[L, P]` to multiply by, and by 256.
+    """
+
+    units: Tensor
+    tensor_scales: Tensor
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 rows."""
+        return self.units.shape[1]
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 columns."""
+        return self.units.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """All of it is a copy."""
+        return self.units.nbytes + self.tensor_scales.nbytes
+
+    @staticmethod
+    def of(matrix: QuantMatrix, *, gated: bool) -> Fragments:
+        """The layout, one expert at a time; `gated` puts a gate row and its up row into a warp's rows g and g + 8.
+
+        A warp's eight gate rows then are those that a lane would take of a chunk of 64 columns, two of each sixteen:
+        gate row 16 g // 2 + 2 i + g % 2 of every 64 is the i-th warp's. So what a warp has computed lies together in
+        the next product's order of columns.
+        """
+        experts, rows, columns = matrix.shape
+        tiles, chunks = rows // TILE, columns // CHUNK
+        made: dict[str, Any] = {"device": matrix.codes.device}
+        pieces = (2 if gated else 1) if matrix.global_scale is None else matrix.global_scale.value.shape[-1]
+        tensor = torch.empty((experts, pieces), dtype=torch.float32, **made)
+        unit = int(format_constants(matrix.format)["UNIT"])
+        units = torch.empty((experts, tiles, chunks, unit), dtype=torch.uint8, **made)
+        for expert in range(experts):
+            one = matrix[expert]
+            packed, zero, tensor[expert] = _scale_bytes(one)
+            codes = _codes(_without_zeros(one.codes, zero), rows // 16, chunks, gated)
+            units[expert] = torch.cat(
+                (_in_units(codes.view(torch.uint8)), _in_units(_scales(packed, codes, gated))), -1
+            )
+        return Fragments(units, tensor)
+
+
+def _in_units(by_warp: Tensor) -> Tensor:
+    """`[N/16, K/64, 32, n]`, of each warp, as `[N/64, K/64, 4 * 32 * n]`."""
+    warps, chunks = by_warp.shape[:2]
+    return by_warp.reshape(warps // 4, 4, chunks, -1).transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True, eq=False)
+class FragmentLayer:
+    """An expert layer in this layout, biases in float32."""
+
+    problem: MoEProblem
+    gate_up: Fragments
+    down: Fragments
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    @staticmethod
+    def of(problem: MoEProblem, weights: ExpertWeights) -> FragmentLayer:
+        """Makes the layout."""
+        gate_up, down = Fragments.of(weights.gate_up, gated=True), Fragments.of(weights.down, gated=False)
+        biases = (
+            None if bias is None else bias.float().contiguous() for bias in (weights.gate_up_bias, weights.down_bias)
+        )
+        return FragmentLayer(problem, gate_up, down, *biases)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beyond the stored weights."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+def activation_constants(problem: MoEProblem) -> dict[str, str]:
+    """LIMIT and ALPHA of the activation, where it has them."""
+    constants = {}
+    if problem.activation.limit is not None:
+        constants["LIMIT"] = f"{float(problem.activation.limit)!r}f"
+    if problem.activation.name == "swiglu-oai":
+        constants["ALPHA"] = f"{problem.activation.alpha!r}f"
+    return constants
+
+
+def _scale_bytes(matrix: QuantMatrix) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one matrix: its scales as the kernels read them, where they are nought, and what is left to multiply by."""
+    assert matrix.scale is not None
+    if matrix.scale.element is Element.E8M0:
+        exponents = matrix.scale.value.view(torch.uint8).to(torch.int32)
+        largest = exponents.max()
+        fields = exponents - largest + _LARGEST_FIELD
+        # A scale 2**254 below the matrix's largest is nought beside it.
+        left = torch.exp2((largest - _LARGEST_FIELD + 118).double()).float()
+        return fields.clamp_min(0).to(torch.uint8), fields <= 0, left
+    wide = decode_scale(matrix.scale)
+    mantissa, exponent = torch.frexp(wide)
+    eighths = (mantissa * 16).to(torch.int32) - 8
+    packed = torch.where(wide == 0, 0, ((exponent - 1 - _LEAST_EXPONENT) << 3) | eighths).to(torch.uint8)
+    assert matrix.global_scale is not None
+    left = decode_scale(matrix.global_scale, torch.float64)
+    return packed, wide == 0, left if matrix.global_scale.meaning is Meaning.MULTIPLIES else 1 / left
+
+
+def _without_zeros(codes: Tensor, zero: Tensor) -> Tensor:
+    """Codes under a scale of nought become nought: the layout's scales cannot say it."""
+    return codes.masked_fill(zero.repeat_interleave(codes.shape[-1] // zero.shape[-1], dim=-1), 0)
+
+
+def _in_tiles(rows: Tensor, tiles: int, gated: bool) -> Tensor:
+    """`[N, ...]` as `[N/16, 2, 8, ...]`: rows g and g + 8 of each tile."""
+    if gated:
+        by_unit = rows.view(2, tiles // 8, 4, 8, 2, *rows.shape[1:]).transpose(2, 3)
+        return by_unit.reshape(2, tiles, 8, *rows.shape[1:]).transpose(0, 1)
+    return rows.view(tiles, 2, 8, *rows.shape[1:])
+
+
+def _codes(codes: Tensor, tiles: int, chunks: int, gated: bool) -> Tensor:
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    # half-row, g, chunk, t, word, pair, place in the pair
+    by_lane = _in_tiles(nibbles, tiles, gated).reshape(tiles, 2, 8, chunks, 4, 4, 2, 2).to(torch.int32)
+    words = torch.zeros((tiles, 8, chunks, 4, 4), dtype=torch.int32, device=codes.device)
+    for number, (sign, magnitude) in enumerate(_BITS):
+        pair = by_lane[:, number % 2, :, :, :, :, number // 2]
+        placed = ((pair >> 3) << sign) | ((pair & 7) << magnitude)
+        words |= placed[..., 0] | (placed[..., 1] << 16)
+    return words.transpose(1, 2).reshape(tiles, chunks, 32, 4)
+
+
+def _scales(packed: Tensor, codes: Tensor, gated: bool) -> Tensor:
+    tiles, chunks = codes.shape[:2]
+    groups = packed.shape[-1] // chunks
+    by_lane = _in_tiles(packed, tiles, gated).reshape(tiles, 2, 8, chunks, groups)
+    return by_lane.permute(0, 3, 2, 4, 1).reshape(tiles, chunks, 8 * groups, 2)

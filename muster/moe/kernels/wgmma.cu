@@ -1,0 +1,439 @@
+// One product of an expert layer for many rows per expert, 4-bit weights, bf16 activations, Hopper's `wgmma`.
+//
+// Programs stay, and take one item after another: a block of token rows times TILES tiles of 64 weight rows. A warp of its
+// own copies ahead, in bulk, into the next item too: units of weights (fragments.py) and, of 64 columns, the token rows of
+// the block, which lie together as `arrange` or gate_up put them. Each warp of the warpgroups that multiply holds 16 of the
+// 64 weight rows of a tile and decodes each fragment, the left operand, into registers while the tensor cores still
+// multiply the one before; the right operand is the token rows in shared memory, in the 128-byte swizzle.
+//
+// Constants come from the compiler's command line: GROUPS warpgroups, MT tiles each, MOST token rows of a block, STAGES of DEPTH chunks of 64 columns, RESIDENT programs on a multiprocessor, FIRST (gate_up and its activation, else down), BIAS, WEIGH (by the routing weight), LIMIT and ALPHA of
+// the activation where it has them, SCALE_STEP, SCALE_BASE, SCALE_SHARE and UNIT of the format. `multiply<N>` and SIZES
+// (to which a block's own count of rows is rounded up) are written by wgmma_layer.py.
+
+typedef unsigned short bf16;
+constexpr bool MANY = MOST >= 128 && GROUPS == 2;  // sums that need registers which the copying warpgroup gives away
+constexpr int WORKERS = GROUPS * 128, THREADS = WORKERS + (MANY ? 128 : 32), TILES = GROUPS * MT;
+constexpr int ROW_BYTES = MOST * 128, ROWS_ROOM = STAGES * DEPTH * ROW_BYTES, CODES_ROOM = STAGES * DEPTH * TILES * UNIT;
+// Results of a warpgroup on their way to memory, SLICE token rows at a time; rows are padded against bank conflicts.
+constexpr int SLICE = MOST < 64 ? MOST : 64, OUT = MT * (FIRST ? 32 : 64), OUT_BYTES = OUT * 2 + 16;
+
+struct Sizes {
+    int chunks, tiles, width, blocks, together, rows, items;
+};
+
+__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
+    unsigned d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+    return d;
+}
+
+__device__ __forceinline__ unsigned packed(float low, float high) {
+    unsigned d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+// Eight codes to four pairs of bf16: sign, exponent and mantissa bits become bf16's own, the value times 2**-126; scales
+// carry 2**118. The even fragments are rows g, the odd ones rows g + 8.
+__device__ __forceinline__ void decode(unsigned w, unsigned scale0, unsigned scale1, unsigned (&a)[4]) {
+    constexpr unsigned SIGN = 0x80008000u, REST = 0x01c001c0u;
+    a[0] = times(w & (SIGN | REST), scale0);
+    a[1] = times((w << 3) & (SIGN | REST), scale1);
+    a[2] = times(((w << 6) & REST) | ((w << 2) & SIGN), scale0);
+    a[3] = times(((w >> 3) & REST) | ((w << 1) & SIGN), scale1);
+}
+
+// Shared memory as `wgmma` reads it: rows of 128 bytes, whose eight 16-byte units are swizzled by the row. The upper half
+// of such a description is the same for all: it stands in `multiply`.
+__device__ __forceinline__ unsigned described(unsigned at) { return (at >> 4) + (1u << 16); }
+
+// The compiler would rather compute an address anew at every use than keep it.
+__device__ __forceinline__ unsigned kept(unsigned at) {
+    asm volatile("" : "+r"(at));
+    return at;
+}
+
+// One value for the whole warp, as the compiler then knows.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+__device__ __forceinline__ void arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void settle() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ void make_barrier(unsigned at, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void expect(unsigned at, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void release(unsigned at) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void wait(unsigned at, unsigned parity) {
+    asm volatile("{.reg .pred p;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+                 "@p bra done;\nbra again;\ndone: }" ::"r"(at), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// Down starts early: what gate_up writes is read after this.
+__device__ __forceinline__ void await() {
+#if !FIRST
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void group_meets() {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + (int)threadIdx.x / 128) : "memory");
+}
+__device__ __forceinline__ uint4 shared16(unsigned at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ unsigned shared2(unsigned at) {
+    bf16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
+
+#if FIRST
+__device__ __forceinline__ float activated(float gate, float up) {
+#ifdef LIMIT
+    gate = gate > LIMIT ? LIMIT : gate;
+    up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
+#endif
+#ifdef ALPHA
+    return gate / (1.0f + __expf(-ALPHA * gate)) * (up + 1.0f);
+#else
+    return gate / (1.0f + __expf(-gate)) * up;
+#endif
+}
+#endif
+
+struct Item {
+    int expert, tile, row, count;  // expert: -1 after the last item; row: the block's first among all
+    float scales[2];               // to multiply by: of gate and of up, or twice of down
+    int slots[MOST];
+    float weights[MOST];
+};
+
+struct Shared {
+    Item items[2];  // the one at work and the next
+    unsigned long long full[STAGES], empty[STAGES], ready[2], done[2];
+};
+
+__device__ __forceinline__ unsigned place(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
+
+// The copying warp's next item: what of it must be fetched is fetched an item ahead.
+struct Next {
+    int expert, block, tile, slots[(MOST + 31) / 32];
+    bool more;  // items may follow
+
+    __device__ __forceinline__ void fetch(int item, const Sizes& sizes, const int* slots_of, const int* experts) {
+        expert = -1;
+        more = item < sizes.items;
+        if (!more) return;
+        // Neighbouring blocks, often of one expert, share a tile of weights while it is in the second cache.
+        const int per_group = sizes.together * ((sizes.tiles + TILES - 1) / TILES);
+        const int first = item / per_group * sizes.together, size = min(sizes.blocks - first, sizes.together);
+        block = first + item % per_group % size;
+        tile = item % per_group / size * TILES;
+        expert = experts[block];
+#pragma unroll
+        for (int i = 0; i < (MOST + 31) / 32; ++i) {
+            const int at = i * 32 + threadIdx.x % 32;
+            slots[i] = at < MOST ? slots_of[(long long)block * MOST + at] : -1;
+        }
+    }
+};
+
+// The copying lane: the stages of an item, each as soon as all warpgroups are done with its place.
+struct Supplier {
+    Shared& shared;
+    const unsigned memory;
+    int stage = 0, phase = 1;  // an empty place that nothing was in yet is as if the phase before had ended
+
+    __device__ __forceinline__ void supply(const char* units, const char* rows, int tile, int count, const Sizes& sizes) {
+        const char* from[TILES];
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) from[m] = units + (long long)min(tile + m, sizes.tiles - 1) * (sizes.chunks * UNIT);
+        const long long step = (long long)sizes.rows * 128;
+        for (int left = sizes.chunks; left > 0; left -= DEPTH) {
+            const int chunks = min(left, DEPTH);
+            const unsigned full = place(shared.full) + stage * 8;
+            wait(place(shared.empty) + stage * 8, phase);
+            expect(full, chunks * (TILES * UNIT + count * 128));
+#pragma unroll
+            for (int m = 0; m < TILES; ++m) {
+                copy(memory + ROWS_ROOM + (stage * TILES + m) * (DEPTH * UNIT), from[m], chunks * UNIT, full);
+                from[m] += DEPTH * UNIT;
+            }
+            await();  // the weights need not wait for the kernel before
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) {
+                if (d < chunks) copy(memory + (stage * DEPTH + d) * ROW_BYTES, rows, count * 128, full);
+                rows += step;
+            }
+            if (++stage == STAGES) stage = 0, phase ^= 1;
+        }
+    }
+};
+
+// The copying warp: of each item what it is, and its stages. After its first item a program takes what none has taken.
+__device__ __forceinline__ void supply(Shared& shared, unsigned memory, const char* x, const int* slots, const int* experts,
+                                       const char* units, const float* tensor_scales, const float* routing_weights, int* taken,
+                                       const Sizes& sizes) {
+    const int lane = threadIdx.x % 32;
+    auto take = [&] {
+        int item = 0;
+        if (lane == 0) item = gridDim.x + atomicAdd(taken, 1);
+        return __shfl_sync(~0u, item, 0);
+    };
+    Supplier supplier = {shared, memory};
+    Next next;
+    next.fetch(blockIdx.x, sizes, slots, experts);
+    for (int n = 0;; ++n) {
+        while (next.expert < 0 && next.more) next.fetch(take(), sizes, slots, experts);
+        Item& now = shared.items[n % 2];
+        if (n >= 2) wait(place(&shared.done[n % 2]), (n / 2 + 1) % 2);
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < (MOST + 31) / 32; ++i) {
+            const int at = i * 32 + lane;
+            if (at < MOST) {
+                now.slots[at] = next.slots[i];
+                now.weights[at] = WEIGH && next.expert >= 0 && next.slots[i] >= 0 ? routing_weights[next.slots[i]] : 0.0f;
+            }
+            count += __popc(__ballot_sync(~0u, at < MOST && next.slots[i] >= 0));
+        }
+        const int expert = next.expert, tile = next.tile, row = next.block * MOST;
+        if (lane == 0) now.expert = expert, now.tile = tile, now.row = row, now.count = count;
+        if (lane < 2 && expert >= 0) now.scales[lane] = 256.0f * tensor_scales[FIRST ? 2 * expert + lane : expert];
+        __syncwarp();
+        if (lane == 0) release(place(&shared.ready[n % 2]));
+        if (expert < 0) return;
+        next.fetch(take(), sizes, slots, experts);
+        // Not earlier: programs of `down` that found room here would only wait, and take turns from these.
+        if (!next.more) asm volatile("griddepcontrol.launch_dependents;");
+        const char* weights = units + (long long)expert * sizes.tiles * sizes.chunks * UNIT;
+        if (lane == 0) supplier.supply(weights, x + (long long)row * 128, tile, count, sizes);
+        __syncwarp();
+    }
+}
+
+// Where a warpgroup is in the stages; addresses of its first in shared memory.
+struct Cursor {
+    int stage, phase;
+    unsigned rows, codes, scales, full, empty;
+
+    __device__ __forceinline__ Cursor(Shared& shared, unsigned memory) : stage(0), phase(0) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp % 4 * 32 + lane;
+        rows = kept(described(memory));
+        codes = kept(memory + ROWS_ROOM + warp / 4 * MT * DEPTH * UNIT + mine * 16);
+        scales = kept(memory + ROWS_ROOM + warp / 4 * MT * DEPTH * UNIT + 2048 + mine / SCALE_SHARE * 2);
+        full = kept(place(shared.full));
+        empty = kept(place(shared.empty));
+    }
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+
+    __device__ __forceinline__ void release_stage(int which) const {
+        if (threadIdx.x % 128 == 0) release(empty + which * 8);
+    }
+};
+
+// A warp's share of a stage.
+struct Words {
+    uint4 codes[DEPTH][MT];
+    unsigned scales[DEPTH][MT];
+
+    __device__ __forceinline__ void load(const Cursor& at) {
+        wait(at.full + at.stage * 8, at.phase);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                const int unit = ((at.stage * TILES + m) * DEPTH + d) * UNIT;
+                codes[d][m] = shared16(at.codes + unit);
+                scales[d][m] = shared2(at.scales + unit);
+            }
+    }
+};
+
+// Sums of a block: N token rows times this warp's 16 rows of each of its warpgroup's tiles.
+template <int N>
+__device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int chunks) {
+    unsigned a[2][2][MT][4];
+    Words words;
+    words.load(at);
+    for (int start = 0; start < chunks; start += DEPTH) {
+        const unsigned rows = uniform(at.rows + at.stage * (DEPTH * ROW_BYTES / 16));
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
+            if (start + d >= chunks) break;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    const uint4 v = words.codes[d][m];
+                    const unsigned scale0 = (words.scales[d][m] & 255u) * SCALE_STEP + SCALE_BASE;
+                    const unsigned scale1 = (words.scales[d][m] >> 8) * SCALE_STEP + SCALE_BASE;
+                    decode(half ? v.z : v.x, scale0, scale1, a[half][0][m]);
+                    decode(half ? v.w : v.y, scale0, scale1, a[half][1][m]);
+                }
+                // What the next stage holds comes while this one's last products run.
+                if (d == DEPTH - 1 && half == 1 && start + DEPTH < chunks) {
+                    at.advance();
+                    words.load(at);
+                }
+                arrive();
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+#pragma unroll
+                    for (int m = 0; m < MT; ++m)
+                        multiply<N>(sums[m], a[half][j][m], rows + d * (ROW_BYTES / 16) + half * 4 + j * 2,
+                                    half + j > 0 || start + d > 0);
+                commit();
+                settle<1>();
+                // The last products of the stage before are over: its place may be filled.
+                if (d == 0 && half == 0 && start > 0) at.release_stage(at.stage == 0 ? STAGES - 1 : at.stage - 1);
+            }
+        }
+    }
+    settle<0>();
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sums[m][i])::"memory");
+    at.release_stage(at.stage);
+    at.advance();
+}
+
+__device__ __forceinline__ void transposed(unsigned at, unsigned a, unsigned b) {
+    if constexpr (MOST == 8)
+        asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at), "r"(a) : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
+}
+
+// To memory, `from` and the SLICE - 1 token rows after it: gate_up's as `down` will read them, down's slot by slot.
+__device__ __forceinline__ void write(const Item& item, const Sizes& sizes, int from, char* __restrict__ out,
+                                      const char* staged) {
+    constexpr int UNITS = OUT / 8;
+    const int first = (item.tile + (int)threadIdx.x / 128 * MT) * (FIRST ? 32 : 64);
+    for (int i = threadIdx.x % 128; i < min(item.count - from, SLICE) * UNITS; i += 128) {
+        const int token = from + i / UNITS, column = first + i % UNITS * 8;
+        if (column >= sizes.width) continue;
+        const uint4 v = *reinterpret_cast<const uint4*>(staged + (token - from) * OUT_BYTES + i % UNITS * 16);
+#if FIRST
+        char* to = out + ((long long)(column / 64) * sizes.rows + item.row + token) * 128 + ((column / 8 ^ token) % 8 << 4);
+#else
+        char* to = out + ((long long)item.slots[token] * sizes.width + column) * 2;
+#endif
+        *reinterpret_cast<uint4*>(to) = v;
+    }
+}
+
+// Scales, bias, activation, routing weight; to memory by way of shared memory, where tokens become rows.
+__device__ __forceinline__ void finish(const float (&sums)[MT][MOST / 2], const Item& item, const Sizes& sizes,
+                                       const float* __restrict__ bias, char* out, const char* staged) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
+    const float scale0 = item.scales[0], scale1 = item.scales[1];
+    const unsigned row_at = place(staged) + ((lane / 8 & 1) * 8 + lane % 8) * OUT_BYTES;
+#pragma unroll
+    for (int from = 0; from < MOST; from += SLICE) {
+        if (from >= item.count) break;
+        group_meets();
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            const int last = sizes.tiles - 1, tile = min(item.tile + warp / 4 * MT + m, last) * 4 + warp % 4;
+#if FIRST
+            // A warp's eight rows are a 16-byte unit of a chunk in the order of the fragments.
+            const int f = tile / 8 * 64 + lane / 8 * 16 + tile % 8 * 2 + lane / 4 % 2;
+            const long long bias_at = (long long)item.expert * 2 * sizes.width + f;
+            const float bias0 = BIAS ? bias[bias_at] : 0.0f, bias1 = BIAS ? bias[bias_at + sizes.width] : 0.0f;
+#else
+            const long long bias_at = (long long)item.expert * sizes.width + tile * 16 + lane / 4;
+            const float bias0 = BIAS ? bias[bias_at] : 0.0f, bias1 = BIAS ? bias[bias_at + 8] : 0.0f;
+#endif
+#pragma unroll
+            for (int i = from / 8; i < (from + SLICE < MOST ? from + SLICE : MOST) / 8; i += 2) {
+                if (i * 8 >= item.count) break;
+                unsigned both[2][2] = {};
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    if (i + k >= MOST / 8) break;
+                    const float* c = sums[m] + (i + k) * 4;
+                    const int token = (i + k) * 8 + 2 * t;
+                    const float w0 = WEIGH ? item.weights[token] : 1.0f, w1 = WEIGH ? item.weights[token + 1] : 1.0f;
+#if FIRST
+                    both[k][0] = packed(activated(c[0] * scale0 * w0 + bias0, c[2] * scale1 * w0 + bias1),
+                                        activated(c[1] * scale0 * w1 + bias0, c[3] * scale1 * w1 + bias1));
+#else
+                    both[k][0] = packed((c[0] * scale0 + bias0) * w0, (c[1] * scale0 + bias0) * w1);
+                    both[k][1] = packed((c[2] * scale1 + bias1) * w0, (c[3] * scale1 + bias1) * w1);
+#endif
+                }
+                const unsigned at = row_at + (i * 8 - from) * OUT_BYTES + (m * 4 + warp % 4) * (FIRST ? 16 : 32);
+                transposed(at, both[0][0], both[1][0]);
+#if !FIRST
+                transposed(at + 16, both[0][1], both[1][1]);
+#endif
+            }
+        }
+        group_meets();
+        write(item, sizes, from, out, staged);
+    }
+}
+
+// The smallest size that holds the block's rows.
+template <int N, int... LARGER>
+__device__ __forceinline__ void fit(float (&sums)[MT][MOST / 2], int count, Cursor& at, int chunks) {
+    if constexpr (sizeof...(LARGER) > 0) {
+        if (count > N) return fit<LARGER...>(sums, count, at, chunks);
+    }
+    sum<N>(sums, at, chunks);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
+    const char* __restrict__ x, const int* __restrict__ slots, const int* __restrict__ experts, const char* __restrict__ units,
+    const float* __restrict__ tensor_scales, const float* __restrict__ bias, const float* __restrict__ weights,
+    char* __restrict__ out, int* __restrict__ taken, Sizes sizes) {
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ Shared shared;
+#if FIRST
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) make_barrier(place(&shared.full[s]), 1), make_barrier(place(&shared.empty[s]), GROUPS);
+        for (int i = 0; i < 2; ++i) make_barrier(place(&shared.ready[i]), 1), make_barrier(place(&shared.done[i]), GROUPS);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    // What one gives the others take: of 168 registers for each at the start. Were it less, they would wait for ever.
+    static_assert(!MANY || 64 * 128 + 216 * WORKERS <= 168 * THREADS);
+    if (threadIdx.x >= WORKERS) {
+        if constexpr (MANY) asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+        if (threadIdx.x < WORKERS + 32) supply(shared, place(memory), x, slots, experts, units, tensor_scales, weights, taken, sizes);
+    } else {
+        if constexpr (MANY) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+        const char* staged = memory + ROWS_ROOM + CODES_ROOM + threadIdx.x / 128 * (SLICE * OUT_BYTES);
+        Cursor at(shared, place(memory));
+        for (int n = 0;; ++n) {
+            wait(place(&shared.ready[n % 2]), n / 2 % 2);
+            const Item& item = shared.items[n % 2];
+            if (uniform(item.expert) < 0) break;
+            float sums[MT][MOST / 2];
+            fit<SIZES>(sums, uniform(item.count), at, sizes.chunks);
+            finish(sums, item, sizes, bias, out, staged);
+            group_meets();  // all have read the item
+            if (threadIdx.x % 128 == 0) release(place(&shared.done[n % 2]));
+        }
+    }
+}

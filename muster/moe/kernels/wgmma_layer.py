@@ -1,0 +1,222 @@
+"""A 4-bit expert layer for many tokens on Hopper: blocks of slots, the kernels for their sizes, the launches."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.moe.backend import Routed
+from muster.moe.kernels import triton_experts
+from muster.moe.kernels.fragments import CHUNK, FragmentLayer, activation_constants, format_constants
+from muster.moe.kernels.nvrtc import Kernel, options
+from muster.moe.kernels.triton_blocks import Blocks, list_blocks
+from muster.moe.problem import MoEProblem
+from muster.workspace import Workspace
+
+SOURCE, ARRANGE = (Path(__file__).with_name(name) for name in ("wgmma.cu", "arrange.cu"))
+TARGET = "90a"
+"""`wgmma` exists for this architecture alone (PTX ISA, "wgmma.mma_async")."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a program computes a block.
+
+    Attributes:
+        sizes: to which a block's own count of token rows is rounded up; the last is the most a block has.
+        groups: warpgroups that multiply.
+        tiles: of 64 weight rows per warpgroup.
+        stages: of the pipeline through shared memory.
+        depth: chunks of 64 columns of a stage.
+        resident: programs on a multiprocessor.
+    """
+
+    sizes: tuple[int, ...]
+    groups: int
+    tiles: int
+    stages: int
+    depth: int
+    resident: int
+
+    @property
+    def most(self) -> int:
+        """Token rows of a block."""
+        return self.sizes[-1]
+
+    @property
+    def threads(self) -> int:
+        """Of a program; beside the warpgroups that multiply one warp copies, or, for many rows, a warpgroup."""
+        return self.groups * 128 + (128 if self.most >= 128 and self.groups == 2 else 32)
+
+    @property
+    def all_tiles(self) -> int:
+        """Tiles of 64 weight rows of a program."""
+        return self.groups * self.tiles
+
+    def shared(self, unit: int, *, first: bool) -> int:
+        """Bytes of shared memory for units of so many bytes: stages, and results on their way to memory."""
+        results = min(self.most, 64) * (self.tiles * (64 if first else 128) + 16)
+        return self.stages * self.depth * (self.most * 2 * CHUNK + self.all_tiles * unit) + self.groups * results
+
+
+SHAPES = (
+    Shape((16,), 2, 1, 4, 2, 3),
+    Shape((32,), 2, 1, 3, 2, 3),
+    Shape((48, 64), 4, 1, 5, 2, 1),
+    Shape((48, 128), 2, 2, 3, 2, 1),
+    Shape((144, 192, 256), 2, 1, 5, 1, 1),
+)
+"""From small to large; none spills (tests/moe/test_wgmma_compiles.py)."""
+TOGETHER = 8
+"""Blocks that share a tile of weights while it is in the second cache, where experts have several blocks."""
+
+
+class _Sizes(ctypes.Structure):
+    """`Sizes` of the kernel."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int) for name in ("chunks", "tiles", "width", "blocks", "together", "rows", "items")
+    )
+
+
+def shape_for(slots: int, experts: int) -> Shape:
+    """By the rows of an average expert and half as many again."""
+    return next((shape for shape in SHAPES if 1.35 * slots / experts <= shape.most), SHAPES[-1])
+
+
+def source(shape: Shape) -> str:
+    """The kernel's source with the products it uses."""
+    products = (_multiply(size) for size in shape.sizes)
+    sizes = f"#define SIZES {', '.join(map(str, shape.sizes))}\n"
+    return "\n".join((sizes, _DECLARATION, *products, SOURCE.read_text()))
+
+
+ROWS = 64 | 1 << 30
+"""Upper half of a description of shared memory: eight rows to the next are 64 * 16 bytes away, 128-byte swizzle (PTX
+ISA, "Matrix descriptor format")."""
+
+_DECLARATION = (
+    "template <int N>\n__device__ void multiply(float (&c)[MOST / 2], const unsigned (&a)[4], unsigned b, bool add);\n"
+)
+
+
+def _multiply(columns: int) -> str:
+    """`multiply<columns>`: one `wgmma` of 64 weight rows, which wants every register by name."""
+    count = columns // 2
+    sums, operand = (", ".join(f"%{first + i}" for i in range(size)) for first, size in ((0, count), (count, 4)))
+    return f"""template <> __device__ __forceinline__
+void multiply<{columns}>(float (&c)[MOST / 2], const unsigned (&a)[4], unsigned b, bool add) {{
+    asm volatile("{{.reg .pred p; .reg .b64 rows;"
+        "setp.ne.b32 p, %{count + 5}, 0; mov.b64 rows, {{%{count + 4}, {ROWS}}};"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+        "{{{sums}}}, {{{operand}}}, rows, p, 1, 1, 0;}}"
+        : {", ".join(f'"+f"(c[{i}])' for i in range(count))}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"((int)add));
+}}
+"""
+
+
+@cache
+def product(shape: Shape, flags: tuple[str, ...], shared: int) -> Kernel:
+    """The kernel of one product, on the current device."""
+    return Kernel.of(source(shape), "expert_product", flags, shared=shared, target=TARGET)
+
+
+@cache
+def arrange() -> Kernel:
+    """The kernel that puts columns into the order of the fragments."""
+    return Kernel.of(ARRANGE.read_text(), "arrange", ())
+
+
+@cache
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+def constants(problem: MoEProblem, shape: Shape, *, first: bool) -> dict[str, Any]:
+    """What the compiler is told."""
+    given: dict[str, Any] = {"MOST": shape.most, "GROUPS": shape.groups, "MT": shape.tiles}
+    given |= {
+        "STAGES": shape.stages,
+        "DEPTH": shape.depth,
+        "RESIDENT": shape.resident,
+        "FIRST": first,
+        "BIAS": problem.bias,
+    }
+    given |= {"WEIGH": problem.router_weight_on_input == first} | format_constants(problem.weights)
+    return given | activation_constants(problem) if first else given
+
+
+def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace) -> None:
+    """Tokens and routing in, tokens out."""
+    tokens, problem = len(x_TD), layer.problem
+    if not tokens:
+        return
+    top_k, slots = routed.ids_TK.shape[1], routed.ids_TK.numel()
+    shape = shape_for(slots, problem.local_experts)
+    blocks = _list(problem, routed.ids_TK, shape, workspace)
+    rows = blocks.experts.numel() * shape.most
+    x = workspace.take("wgmma rows", (rows, problem.hidden), x_TD.dtype)
+    inner = workspace.take("wgmma inner", (rows, problem.inner), x_TD.dtype)
+    y_SD = workspace.take("wgmma slots", (slots, problem.hidden), x_TD.dtype)
+    taken = workspace.take("wgmma items taken", (2,), torch.int32)
+    chunks = problem.hidden // CHUNK
+    counts = (ctypes.c_int(value) for value in (shape.most, top_k, chunks, rows))
+    arrange().launch(
+        (-(-chunks // 8), blocks.experts.numel()), 256, (x_TD, blocks.slots, blocks.experts, x, taken, *counts)
+    )
+    _product(layer, shape, True, x, blocks, routed.weights_TK, inner, taken[:1])
+    _product(layer, shape, False, inner, blocks, routed.weights_TK, y_SD, taken[1:])
+    width = min(1024, 1 << (problem.hidden - 1).bit_length())
+    triton_experts.combine_kernel[(tokens, -(-problem.hidden // width))](
+        y_SD,
+        routed.ids_TK,
+        out_TD,
+        problem.first_expert,
+        problem.local_experts,
+        TOP_K=top_k,
+        D=problem.hidden,
+        BLOCK_N=width,
+        ASM=True,
+        num_warps=4,
+    )
+
+
+def _list(problem: MoEProblem, ids_TK: Tensor, shape: Shape, workspace: Workspace) -> Blocks:
+    slots = ids_TK.numel()
+    number = min(slots, problem.local_experts + slots // shape.most)
+    blocks = Blocks(
+        workspace.take("wgmma block slots", (number, shape.most), torch.int32),
+        workspace.take("wgmma block experts", (number,), torch.int32),
+    )
+    list_blocks(problem, ids_TK, blocks.slots, blocks.experts, workspace)
+    return blocks
+
+
+def _product(
+    layer: FragmentLayer,
+    shape: Shape,
+    first: bool,
+    x: Tensor,
+    blocks: Blocks,
+    weights: Tensor,
+    out: Tensor,
+    taken: Tensor,
+) -> None:
+    matrix, bias = (layer.gate_up, layer.gate_up_bias) if first else (layer.down, layer.down_bias)
+    number, problem = blocks.experts.numel(), layer.problem
+    items = number * -(-matrix.tiles // shape.all_tiles)
+    width = problem.inner if first else problem.hidden
+    together = TOGETHER if number > problem.local_experts else 1
+    sizes = _Sizes(matrix.chunks, matrix.tiles, width, number, together, number * shape.most, items)
+    given = constants(problem, shape, first=first)
+    kernel = product(shape, options(given), shape.shared(given["UNIT"], first=first))
+    tensors = matrix.units, matrix.tensor_scales, weights if bias is None else bias, weights, out, taken
+    programs = min(items, shape.resident * _multiprocessors())
+    kernel.launch((programs, 1), shape.threads, (x, blocks.slots, blocks.experts, *tensors, sizes), early=True)

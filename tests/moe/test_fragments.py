@@ -1,0 +1,69 @@
+"""The order of the fragments: what the kernels do with a lane's words, done in torch, gives the weights back."""
+
+import pytest
+import torch
+
+from muster.formats.codec import decode, decode_e2m1, encode
+from muster.formats.spec import MXFP4, NVFP4
+from muster.moe.kernels.fragments import Fragments, format_constants
+
+SIGN, REST = 0x8000, 0x01C0
+
+
+def half_words(words):
+    """The four pairs of each word, as `decode` shifts and masks them: `[..., 4 fragments, 2]` half-words."""
+    words = words.to(torch.int64) & 0xFFFFFFFF
+    both = SIGN << 16 | SIGN, REST << 16 | REST
+    fragments = [
+        words & (both[0] | both[1]),
+        (words << 3) & (both[0] | both[1]),
+        ((words << 6) & both[1]) | ((words << 2) & both[0]),
+        ((words >> 3) & both[1]) | ((words << 1) & both[0]),
+    ]
+    stacked = torch.stack(fragments, dim=-1)
+    return torch.stack((stacked & 0xFFFF, (stacked >> 16) & 0xFFFF), dim=-1)
+
+
+def values(fragments, format, gated):
+    """`[L, N, K]`, tensor scales not applied; each by way of the half-words that the kernels make."""
+    experts, tiles, chunks = fragments.units.shape[:3]
+    given = format_constants(format)
+    lanes = 32 // given["SCALE_SHARE"]
+    warps = [
+        part.reshape(experts, tiles, chunks, 4, -1).transpose(2, 3).reshape(experts, tiles * 4, chunks, -1)
+        for part in fragments.units.split([2048, given["UNIT"] - 2048], dim=-1)
+    ]
+    tiles *= 4
+    halves = half_words(warps[0].contiguous().view(torch.int32).view(experts, tiles, chunks, 32, 4))
+    codes = decode_e2m1((((halves & SIGN) >> 12) | ((halves & REST) >> 6)).to(torch.uint8)).double() * 2.0**-126
+    step, base = (int(str(given[name]).rstrip("u"), 0) & 0xFFFF for name in ("SCALE_STEP", "SCALE_BASE"))
+    bits = (warps[1].reshape(experts, tiles, chunks, lanes, 2).to(torch.int32) * step + base) << 16
+    scales = bits.view(torch.float32).double().repeat_interleave(given["SCALE_SHARE"], dim=3)
+    # expert, tile, chunk, g, t, word, pair, half-row, place
+    by_lane = codes.view(experts, tiles, chunks, 8, 4, 4, 2, 2, 2) * scales.view(
+        experts, tiles, chunks, 8, 4, 1, 1, 2, 1
+    )
+    by_row = by_lane.permute(0, 1, 7, 3, 2, 4, 5, 6, 8).reshape(experts, tiles, 2, 8, chunks * 64)
+    if gated:
+        # gate or up, chunk of 64 rows, two of each sixteen
+        by_row = by_row.transpose(1, 2).reshape(experts, 2, tiles // 8, 8, 4, 2, chunks * 64).transpose(3, 4)
+    return by_row.reshape(experts, tiles * 16, chunks * 64)
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("gated", [True, False])
+def test_fragments_hold_every_weight_exactly(gated, format):
+    weight = torch.randn(3, 128, 192, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 192)
+    matrix = encode(weight, format, pieces=2 if format is NVFP4 else 1)
+    fragments = Fragments.of(matrix, gated=gated)
+    pieces = fragments.tensor_scales.shape[1]
+    tensor_scales = fragments.tensor_scales.repeat_interleave(128 // pieces, dim=1)[:, :, None].double() * 256
+    assert torch.equal(values(fragments, format, gated) * tensor_scales, decode(matrix, torch.float64))
+
+
+def test_scale_of_nought_gives_noughts():
+    matrix = encode(torch.ones(1, 64, 64), NVFP4)
+    matrix.scale.value.view(torch.uint8)[0, 3, 2] = 0
+    found = values(Fragments.of(matrix, gated=False), NVFP4, False)
+    assert (found[0, 3, 32:48] == 0).all()
+    assert (found[0, 3, :32] != 0).all()
