@@ -27,8 +27,9 @@ check: $(SETUP) ## Lint, types, import rules.
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
 
-test: $(SETUP) ## All tests.
-	$(BIN)/pytest
+test: $(SETUP) ## All tests, two at a time, but those that judge time or memory.
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not alone'
+	$(BIN)/pytest -m alone
 
 demo: $(SETUP) ## Write the demo checkpoints and ask the NVFP4 one a question.
 	@$(BIN)/muster run "$$($(BIN)/muster demo)/nvfp4" -p "Why is the sky blue? Answer in two sentences."

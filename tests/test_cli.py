@@ -22,6 +22,7 @@ def test_help_lists_every_command() -> None:
         assert f"\n  {command} " in result.stdout
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=lambda c: c[0] if c else "muster")
 def test_help_is_quick_and_needs_no_torch(command: tuple[str, ...]) -> None:
     code = (

@@ -228,6 +228,7 @@ print(tensors, imported - start, opened - imported, whole, peak, "torch" in sys.
 """
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_headers_of_300_000_tensors_take_less_than_two_seconds_and_600_mb(tmp_path: Path) -> None:
     """Processor time, so that a busy machine judges alike: all of it is computation on files in the page cache."""

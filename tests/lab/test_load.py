@@ -91,6 +91,7 @@ def together(count):
     return script
 
 
+@pytest.mark.alone
 def test_a_stalled_server_does_not_slow_arrivals_and_latency_counts_from_the_due_time():
     report, server = run(together(40), rates=(50.0,), count=40)
     arrived = np.array(server.arrived) - server.arrived[0]

@@ -53,7 +53,7 @@ TRITON = {
     "scale of the first block": ("fp8-block", "tl.cdiv(K, GROUP) + k // GROUP", "tl.cdiv(K, GROUP) + k * 0"),
     "tokens under their first scale": ("w8a8", "xs_ptrs_M + k // SPAN", "xs_ptrs_M + k * 0"),
     "large tokens cut off": ("w8a8", "448.0, tl.float32", "512.0, tl.float32"),
-    "inner scaled as another slot": ("w8a8", "slots_M.to(tl.int64) * tl.cdiv(F, SPAN)", "0 * slots_M.to(tl.int64)"),
+    "tokens scaled as another": ("w8a8", "tokens_M * tl.cdiv(D, SPAN)", "0 * tokens_M"),
 }
 """By bug: the problem that must show it, what stands in the source, and the bug."""
 DECODE = {

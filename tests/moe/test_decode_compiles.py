@@ -1,30 +1,31 @@
 """`decode` compiles for every GPU it is declared for, spills nothing, and reads nothing too early."""
 
 import re
-import shutil
-import subprocess
 
 import pytest
 
 pytest.importorskip("triton")
 
-from muster.formats.spec import MXFP4, NVFP4
-from muster.moe.kernels.decode_layer import SOURCE, constants
-from muster.moe.kernels.nvrtc import options
+from muster.formats.spec import FP8_BLOCK, FP8_CHANNEL, MXFP4, NVFP4
+from muster.moe.kernels.decode_layer import constants, source
 from muster.moe.problem import MoEProblem, RoutingRule
 
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-BLOCKS = {"one token": (1, 10, False), "eight tokens": (1, 80, False), "lists of 16": (2, 500, True)}
-"""Columns, blocks, and whether they are listed."""
-formats = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda entry: entry.name)
+from .compiler import build
+
+BLOCKS = {
+    "one token": (1, 10, False),
+    "eight tokens": (1, 80, False),
+    "lists of 8": (1, 500, True),
+    "lists of 16": (2, 500, True),
+    "lists of 32": (4, 1000, True),
+}
+"""Eights of token rows, blocks, and whether they are listed."""
+formats = pytest.mark.parametrize("format", [NVFP4, MXFP4, FP8_BLOCK, FP8_CHANNEL], ids=lambda entry: entry.name)
 
 
-def built(kind, capability, given, folder):
-    """What the compiler made and what it said."""
-    made = folder / f"decode.{kind}"
-    target = f"-gencode=arch=compute_{capability},code={'compute' if kind == 'ptx' else 'sm'}_{capability}"
-    command = ["nvcc", f"-{kind}", target, "-Xptxas", "-v", *options(given), "-o", made, SOURCE]
-    return made, subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def made(format, blocks, target, *, first):
+    columns, count, listed = BLOCKS[blocks]
+    return build(source(), str(target), constants(layer(format), columns, count, 10, listed=listed, first=first))
 
 
 def layer(format):
@@ -33,23 +34,24 @@ def layer(format):
 
 @formats
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-def test_products_of_one_token_spill_nothing_on_any_gpu(format, capability, tmp_path):
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_products_spill_nothing_on_any_gpu(format, blocks, capability):
     for first in (True, False):
-        given = constants(layer(format), *BLOCKS["one token"][:2], 10, listed=False, first=first)
-        _, said = built("cubin", capability, given, tmp_path)
-        assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}, said
+        built = made(format, blocks, capability, first=first)
+        assert not built.spilled, built.said
 
 
 @formats
 @pytest.mark.parametrize("blocks", BLOCKS)
-def test_what_the_kernel_before_writes_is_read_after_it_is_over(format, blocks, tmp_path):
-    columns, count, listed = BLOCKS[blocks]
-    given = constants(layer(format), columns, count, 10, listed=listed, first=False)
-    ptx, _ = built("ptx", 90, given, tmp_path)
-    product, combine = ptx.read_text().split(".visible .entry")[1:]
+def test_what_the_kernel_before_writes_is_read_after_it_is_over(format, blocks):
+    product, combine = made(format, blocks, 90, first=False).ptx.split(".visible .entry")[1:]
     if "combine" in product.split("(")[0]:
         product, combine = combine, product
-    weights = {"ld.global.nc.L1::no_allocate.u16", "ld.global.nc.L1::no_allocate.L2::128B.v4.u32"}
+    weights = {
+        "ld.global.nc.L1::no_allocate.u16",
+        "ld.global.nc.L1::no_allocate.L2::128B.v4.u32",
+        "ld.global.nc.v2.f32",  # scales of blocks
+    }
     lists = {"ld.global.u32", "ld.global.nc.u64"}  # complete before this kernel starts; and ids
     for entry, early in ((product, weights | lists), (combine, lists)):
         before, waited, after = entry.partition("griddepcontrol.wait")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muster.formats.codec import decode, decode_e2m1, encode
-from muster.formats.spec import MXFP4, NVFP4
+from muster.formats.spec import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, NVFP4
 from muster.moe.kernels.fragments import Fragments, format_constants
 
 SIGN, REST = 0x8000, 0x01C0
@@ -43,7 +43,13 @@ def values(fragments, format, gated):
     by_lane = codes.view(experts, tiles, chunks, 8, 4, 4, 2, 2, 2) * scales.view(
         experts, tiles, chunks, 8, 4, 1, 1, 2, 1
     )
-    by_row = by_lane.permute(0, 1, 7, 3, 2, 4, 5, 6, 8).reshape(experts, tiles, 2, 8, chunks * 64)
+    return in_rows(by_lane.permute(0, 1, 7, 3, 2, 4, 5, 6, 8), gated)
+
+
+def in_rows(by_tile, gated):
+    """`[L, N/16, half-row, g, chunk, ...]` as `[L, N, K]`."""
+    experts, tiles, _, _, chunks = by_tile.shape[:5]
+    by_row = by_tile.reshape(experts, tiles, 2, 8, chunks * 64)
     if gated:
         # gate or up, chunk of 64 rows, two of each sixteen
         by_row = by_row.transpose(1, 2).reshape(experts, 2, tiles // 8, 8, 4, 2, chunks * 64).transpose(3, 4)
@@ -54,7 +60,7 @@ def values(fragments, format, gated):
 @pytest.mark.parametrize("gated", [True, False])
 def test_fragments_hold_every_weight_exactly(gated, format):
     weight = torch.randn(3, 128, 192, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 192)
-    matrix = encode(weight, format, pieces=2 if format is NVFP4 else 1)
+    matrix = encode(weight, format, pieces=2 if format is NVFP4 and gated else 1)
     fragments = Fragments.of(matrix, gated=gated)
     pieces = fragments.tensor_scales.shape[1]
     tensor_scales = fragments.tensor_scales.repeat_interleave(128 // pieces, dim=1)[:, :, None].double() * 256
@@ -67,3 +73,38 @@ def test_scale_of_nought_gives_noughts():
     found = values(Fragments.of(matrix, gated=False), NVFP4, False)
     assert (found[0, 3, 32:48] == 0).all()
     assert (found[0, 3, :32] != 0).all()
+
+
+def e4m3_values(fragments, format, gated):
+    """As `values`, of FP8 weights; scales of rows or matrices not applied."""
+    experts, tiles, chunks = fragments.units.shape[:3]
+    planes = fragments.units[..., :4096].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    words = planes.view(experts, tiles, chunks, 2, 4, 8, 4, 4)  # half-row, warp, g, t, word
+    sign, rest = 0x80008000, 0x07F007F0
+    pairs = [(words & sign) | ((words >> 4) & rest), ((words << 8) & sign) | ((words << 4) & rest)]
+    halves = torch.stack([(pair >> shift) & 0xFFFF for pair in pairs for shift in (0, 16)], dim=-1)
+    by_lane = (halves << 16).to(torch.int32).view(torch.float32).double() * 2.0**120
+    if format is FP8_BLOCK:
+        scales = fragments.units[..., 4096:].contiguous().view(torch.float32)[..., :2].double()
+        by_lane *= scales.view(experts, tiles, chunks, 2, 1, 1, 1, 1, 1)
+    by_tile = by_lane.permute(0, 1, 4, 3, 5, 2, 6, 7, 8).reshape(experts, tiles * 4, 2, 8, chunks, 64)
+    return in_rows(by_tile, gated)
+
+
+@pytest.mark.parametrize("format", [FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("gated", [True, False])
+def test_fragments_hold_every_fp8_weight_exactly(gated, format):
+    weight = torch.randn(3, 256, 384, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 384)
+    matrix = encode(weight, format, pieces=2 if format is FP8_TENSOR and gated else 1)
+    fragments = Fragments.of(matrix, gated=gated)
+    scales = fragments.tensor_scales.repeat_interleave(256 // fragments.tensor_scales.shape[1], dim=1)
+    found = e4m3_values(fragments, format, gated) * scales[:, :, None].double()
+    assert torch.equal(found, decode(matrix, torch.float64))
+
+
+def test_a_code_that_is_no_number_shows():
+    matrix = encode(torch.ones(1, 128, 128), FP8_CHANNEL)
+    matrix.codes.view(torch.uint8)[0, 5, 7] = 0x7F
+    scales = Fragments.of(matrix, gated=False).tensor_scales
+    assert scales[0, 5].isnan()
+    assert scales.isnan().sum() == 1

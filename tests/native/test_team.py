@@ -3,7 +3,11 @@
 import time
 from collections.abc import Callable
 
+import pytest
+
 from muster.native.team import Pace
+
+pytestmark = pytest.mark.alone
 
 
 def keep_going(pace: Pace, region: Callable[[], None], threads: int, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""`decode`: a fused function for 4-bit experts and few tokens, on tensor cores from fragments as they stream in."""
+"""`decode`: a fused function for 4-bit and FP8 experts and few tokens: fragments stream into tensor cores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from muster.contract import Package
+from muster.contract import Decline, Package
+from muster.device import Device
 from muster.formats.rounding import Grid, Rounding
 from muster.moe.backend import Facts, FusedFunc, Routed
+from muster.moe.backends.triton import also
 from muster.moe.problem import MoEProblem
 from muster.moe.registry import register_fused_func
 from muster.moe.weights import ExpertWeights
@@ -18,13 +20,23 @@ if TYPE_CHECKING:
     from muster.moe.kernels.fragments import FragmentLayer
 
 
+def whole_blocks(problem: MoEProblem) -> dict[str, bool]:
+    """What the fragments ask beyond the facts: no unit of weights is in two blocks that share a scale."""
+    widths = (("hidden", problem.hidden), ("inner", problem.inner))
+    return {
+        f"needs {name} % 128 == 0 for fp8-block, found {found}": problem.weights.name == "fp8-block"
+        and found % 128 != 0
+        for name, found in widths
+    }
+
+
 @register_fused_func("decode")
 class Decode(FusedFunc["FragmentLayer"]):
     """Group, gate_up with activation, down with routing weight, combine: four launches."""
 
     facts = Facts(
         devices=frozenset({"8.0", "8.9", "9.0", "10.0", "12.0"}),
-        weights=frozenset({"nvfp4", "mxfp4"}),
+        weights=frozenset({"nvfp4", "mxfp4", "fp8-tensor", "fp8-channel", "fp8-block"}),
         dtypes=frozenset({"bf16"}),
         activations=frozenset({"silu", "swiglu-oai"}),
         bias=True,
@@ -42,6 +54,9 @@ class Decode(FusedFunc["FragmentLayer"]):
         kernels=("group_kernel", "expert_product", "combine_kernel"),
         rounding=Rounding(inner=Grid.BF16, weighted=Grid.BF16),
     )
+
+    def supports(self, problem: MoEProblem, device: Device) -> Decline | None:
+        return also(super().supports(problem, device), whole_blocks(problem))
 
     def prepare(self, problem: MoEProblem, weights: ExpertWeights) -> FragmentLayer:
         from muster.moe.kernels.fragments import FragmentLayer

@@ -1,4 +1,4 @@
-"""`wgmma`: a fused function for 4-bit experts on Hopper; weights are decoded in registers, under the products."""
+"""`wgmma`: a fused function for 4-bit and FP8 experts on Hopper; weights are decoded under the products."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from muster.contract import Package
+from muster.contract import Decline, Package
+from muster.device import Device
 from muster.formats.rounding import Grid, Rounding
 from muster.moe.backend import Facts, FusedFunc, Routed
+from muster.moe.backends.decode import whole_blocks
+from muster.moe.backends.triton import also
 from muster.moe.problem import MoEProblem
 from muster.moe.registry import register_fused_func
 from muster.moe.weights import ExpertWeights
@@ -24,7 +27,7 @@ class Wgmma(FusedFunc["FragmentLayer"]):
 
     facts = Facts(
         devices=frozenset({"9.0"}),
-        weights=frozenset({"nvfp4", "mxfp4"}),
+        weights=frozenset({"nvfp4", "mxfp4", "fp8-tensor", "fp8-channel", "fp8-block"}),
         dtypes=frozenset({"bf16"}),
         activations=frozenset({"silu", "swiglu-oai"}),
         bias=True,
@@ -41,6 +44,9 @@ class Wgmma(FusedFunc["FragmentLayer"]):
         kernels=("list_kernel", "arrange", "expert_product", "combine_kernel"),
         rounding=Rounding(inner=Grid.BF16, weighted=Grid.BF16),
     )
+
+    def supports(self, problem: MoEProblem, device: Device) -> Decline | None:
+        return also(super().supports(problem, device), whole_blocks(problem))
 
     def prepare(self, problem: MoEProblem, weights: ExpertWeights) -> FragmentLayer:
         from muster.moe.kernels.fragments import FragmentLayer

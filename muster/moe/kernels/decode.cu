@@ -1,17 +1,13 @@
-// One product of an expert layer for few rows per expert, 4-bit weights, bf16 activations, tensor cores.
+// One product of an expert layer for few rows per expert, 4-bit or FP8 weights, bf16 activations, tensor cores.
 //
 // A warp multiplies R tiles of 16 weight rows by 8 * NT token rows; WK warps share the columns, WR the rows of a program.
 // Weights lie in the order of the A fragments of mma.m16n8k16 (fragments.py): per tile and chunk of 64 columns each lane
-// reads 16 bytes, four fragments. All of it that is of one row has one scale, which multiplies in bf16, exactly.
-// Activations need no staging: a lane's columns are 32 contiguous bytes of one token.
+// reads 16 or 32 bytes, four fragments. Activations need no staging: a lane's columns are 32 contiguous bytes of one token.
 //
-// Constants come from the compiler's command line: K_CHUNKS, TILES, TOP_K, WIDTH (columns of the output), WK, WR, R, NT,
-// AHEAD (chunks in flight per warp), FIRST (gate_up and its activation, else down), BIAS, WEIGH (by the routing weight);
-// LIMIT and ALPHA of the activation where it has them, SLOTS (0: blocks are listed; else each slot finds its
-// own block, and there are so many slots at most, a multiple of 32),
-// FIRST_EXPERT and LOCAL of this rank; SCALE_STEP, SCALE_BASE, SCALE_SHARE and UNIT of the format.
+// Constants beside those of fragments.cu: K_CHUNKS, TILES, TOP_K, WIDTH (columns of the output), WK, WR, R, NT, AHEAD
+// (chunks in flight per warp), BIAS, WEIGH (by the routing weight), SLOTS (0: blocks are listed; else each slot finds its
+// own block, and there are so many slots at most, a multiple of 32), FIRST_EXPERT and LOCAL of this rank.
 
-typedef unsigned short bf16;
 constexpr int COLUMNS = K_CHUNKS * 64;
 constexpr int THREADS = WK * WR * 32, ROWS = 8 * NT;
 
@@ -42,12 +38,6 @@ __device__ __forceinline__ unsigned read(const unsigned* at) {
     return v;
 }
 
-__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
-    unsigned d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
-    return d;
-}
-
 __device__ __forceinline__ bf16 rounded(float v) {
     bf16 d;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
@@ -61,44 +51,22 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Eight codes to four pairs of bf16: sign, exponent and mantissa bits become bf16's own, the value times 2**-126; scales
-// carry 2**118. The even fragments are rows g, the odd ones rows g + 8.
-__device__ __forceinline__ void decode(unsigned w, unsigned scale0, unsigned scale1, unsigned (&a)[4]) {
-    constexpr unsigned SIGN = 0x80008000u, REST = 0x01c001c0u;
-    a[0] = times(w & (SIGN | REST), scale0);
-    a[1] = times((w << 3) & (SIGN | REST), scale1);
-    a[2] = times(((w << 6) & REST) | ((w << 2) & SIGN), scale0);
-    a[3] = times(((w >> 3) & REST) | ((w << 1) & SIGN), scale1);
-}
-
-struct Pending {
-    uint4 codes[R];
-    unsigned scales[R];
-};
-
-// R tiles that follow each other are of one unit: R divides four.
-__device__ __forceinline__ void fetch(Pending& p, const char* codes, const char* scales, int chunk) {
+// Of R tiles that follow each other; they are of one unit: R divides four.
+__device__ __forceinline__ void fetch(Codes (&codes)[R], const char* unit, int place, int chunk) {
     if (chunk >= K_CHUNKS) return;
+    unit += chunk * UNIT;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-        p.codes[r] = stream(reinterpret_cast<const uint4*>(codes + chunk * UNIT + r * 512));
-        p.scales[r] = stream(reinterpret_cast<const bf16*>(scales + chunk * UNIT + r * (64 / SCALE_SHARE)));
+#pragma unroll
+        for (int plane = 0; plane < PLANES; ++plane)
+            codes[r].words[plane] = stream(reinterpret_cast<const uint4*>(unit) + plane * 128 + r * 32 + place);
+#if BLOCK_SCALES
+        codes[r].scales = __ldg(reinterpret_cast<const float2*>(unit + 4096));
+#elif !E4M3
+        codes[r].scales = stream(reinterpret_cast<const bf16*>(unit + 2048) + (r * 32 + place) / SCALE_SHARE);
+#endif
     }
 }
-
-#if FIRST
-__device__ __forceinline__ float activated(float gate, float up) {
-#ifdef LIMIT
-    gate = gate > LIMIT ? LIMIT : gate;
-    up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
-#endif
-#ifdef ALPHA
-    return gate / (1.0f + __expf(-ALPHA * gate)) * (up + 1.0f);
-#else
-    return gate / (1.0f + __expf(-gate)) * up;
-#endif
-}
-#endif
 
 // Later kernels of a chain are launched early: what an earlier one writes is read after `await`.
 __device__ __forceinline__ void announce() {
@@ -148,7 +116,8 @@ __device__ __forceinline__ int member_slot(const int* slots, int member, int cou
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
+// With E4M3 a thread may have the registers of a program that is alone; without, the compiler's choice holds more programs.
+extern "C" __global__ void __launch_bounds__(THREADS, E4M3) expert_product(
     const bf16* __restrict__ x, const long long* __restrict__ ids, const int* __restrict__ slots,
     const int* __restrict__ experts, const char* __restrict__ units,
     const float* __restrict__ tensor_scales, const float* __restrict__ bias, const float* __restrict__ weights,
@@ -184,10 +153,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
     if (first_tile < TILES) {
         units += ((long long)expert * (TILES / 4) + first_tile / 4) * K_CHUNKS * UNIT;
         const int place = first_tile % 4 * 32 + lane;
-        const char *codes = units + place * 16, *scales = units + 2048 + place / SCALE_SHARE * 2;
-        Pending pending[AHEAD];
+        Codes pending[AHEAD][R];
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u) fetch(pending[u], codes, scales, part + u * WK);
+        for (int u = 0; u < AHEAD; ++u) fetch(pending[u], units, place, part + u * WK);
 #if !FIRST
         await();
 #endif
@@ -206,23 +174,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
                         b[n][1] = read(at + 1);
                     }
                 }
-                const Pending now = pending[u];
-                fetch(pending[u], codes, scales, chunk + AHEAD * WK);
+                Codes now[R];
+#pragma unroll
+                for (int r = 0; r < R; ++r) now[r] = pending[u][r];
+                fetch(pending[u], units, place, chunk + AHEAD * WK);
 #pragma unroll
                 for (int r = 0; r < R; ++r) {
-                    const unsigned scale0 = (now.scales[r] & 255u) * SCALE_STEP + SCALE_BASE;
-                    const unsigned scale1 = (now.scales[r] >> 8) * SCALE_STEP + SCALE_BASE;
-                    const unsigned words[4] = {now.codes[r].x, now.codes[r].y, now.codes[r].z, now.codes[r].w};
+#if BLOCK_SCALES
+                    float unit_sums[NT][4] = {};
+#else
+                    float(&unit_sums)[NT][4] = sums[r];
+#endif
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         unsigned a[4];
-                        decode(words[j], scale0, scale1, a);
+                        now[r].fragment(j, a);
 #pragma unroll
                         for (int n = 0; n < NT; ++n) {
                             const uint4 pair = b[n][j / 2];
-                            multiply(sums[r][n], a, j % 2 ? pair.z : pair.x, j % 2 ? pair.w : pair.y);
+                            multiply(unit_sums[n], a, j % 2 ? pair.z : pair.x, j % 2 ? pair.w : pair.y);
                         }
                     }
+#if BLOCK_SCALES
+#pragma unroll
+                    for (int n = 0; n < NT; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) sums[r][n][i] += unit_sums[n][i] * now[r].scale(i);
+#endif
                 }
             }
         }
@@ -255,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
             if (slot < 0) continue;
 #if FIRST
             const int f = tile / 8 * 64 + row / 2 * 16 + tile % 8 * 2 + row % 2;
-            float gate = both[i].x * (256.0f * tensor_scales[2 * (int)expert]);
-            float up = both[i].y * (256.0f * tensor_scales[2 * (int)expert + 1]);
+            float gate = both[i].x * scale_of(tensor_scales, expert, f, 2 * WIDTH);
+            float up = both[i].y * scale_of(tensor_scales, expert, WIDTH + f, 2 * WIDTH);
 #if WEIGH
             gate *= weights[slot];
             up *= weights[slot];
@@ -271,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int d = tile * 16 + half * 8 + row;
-                float v = y[half] * (256.0f * tensor_scales[expert]);
+                float v = y[half] * scale_of(tensor_scales, expert, d, WIDTH);
 #if BIAS
                 v += bias[(long long)expert * WIDTH + d];
 #endif

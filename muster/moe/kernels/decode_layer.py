@@ -1,4 +1,4 @@
-"""A 4-bit expert layer for few tokens: weights in the order of tensor-core fragments, a kernel compiled per shape."""
+"""An expert layer of 4-bit or FP8 weights for few tokens: fragments, and a kernel compiled per shape."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.formats.spec import Element, Format
 from muster.moe.backend import Routed
 from muster.moe.kernels.fragments import CHUNK, FragmentLayer, Fragments, activation_constants, format_constants
 from muster.moe.kernels.nvrtc import Kernel, options
@@ -17,7 +18,7 @@ from muster.moe.kernels.triton_blocks import list_blocks
 from muster.moe.problem import MoEProblem
 from muster.workspace import Workspace
 
-SOURCE = Path(__file__).with_name("decode.cu")
+SHARED, SOURCE = (Path(__file__).with_name(name) for name in ("fragments.cu", "decode.cu"))
 FEW_SLOTS = 128
 """Up to so many slots each finds its own block by looking at all others, inside the products."""
 
@@ -43,25 +44,34 @@ MANY_TILES = 4000
 """Tiles of 16 rows from which on there is one for every warp."""
 WIDE = {2: Shape(2, 2, 1, 4), 4: Shape(1, 4, 2, 4)}
 """How to cut where a warp multiplies more than eight token rows, by eights."""
+WIDE_E4M3 = {2: Shape(2, 2, 1, 3), 4: Shape(1, 4, 1, 3)}
+"""The same where a lane holds twice as much of a chunk."""
+
+
+def source() -> str:
+    """All of it."""
+    return SHARED.read_text() + SOURCE.read_text()
 
 
 @cache
 def compiled(name: str, flags: tuple[str, ...]) -> Kernel:
     """The kernel for one shape, on the current device."""
-    return Kernel.of(SOURCE.read_text(), name, flags)
+    return Kernel.of(source(), name, flags)
 
 
-def shape_of(blocks: int, tiles: int, chunks: int, columns: int) -> Shape:
+def shape_of(format: Format, blocks: int, tiles: int, chunks: int, columns: int) -> Shape:
     """How to cut a product (measured on an H200, docs/kernel-notes.md).
 
     A few blocks are spread over all warps there are, else one or two warps stream all columns of a tile.
     """
+    e4m3 = format.element is Element.E4M3
     if columns > 1:
-        return WIDE[columns]
+        return (WIDE_E4M3 if e4m3 else WIDE)[columns]
+    ahead = 3 if e4m3 else 4
     if blocks * tiles >= MANY_TILES:
-        return Shape(2, 2, 1, 4) if chunks >= 32 else Shape(1, 4, 1, 4)
+        return Shape(2, 2, 1, ahead) if chunks >= 32 else Shape(1, 4, 1, ahead)
     across = next(count for count in (8, 4, 2, 1) if chunks >= 4 * count or count == 1)
-    return Shape(across, max(1, 4 // across), 1, 4)
+    return Shape(across, max(1, 4 // across), 1, ahead)
 
 
 def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace) -> None:
@@ -101,7 +111,7 @@ def constants(
     """
     width, depth = (problem.inner, problem.hidden) if first else (problem.hidden, problem.inner)
     tiles, chunks = (problem.gate_up_rows if first else problem.hidden) // 16, depth // CHUNK
-    cut = shape_of(min(blocks, problem.local_experts), tiles, chunks, columns)
+    cut = shape_of(problem.weights, min(blocks, problem.local_experts), tiles, chunks, columns)
     given = {"NT": columns, "SLOTS": 0 if listed else -(-blocks // 32) * 32, "K_CHUNKS": chunks, "TILES": tiles}
     given |= {"WK": cut.across, "WR": cut.down, "R": cut.tiles, "AHEAD": cut.ahead, "FIRST": first, "WIDTH": width}
     given |= {"TOP_K": top_k if first else 1, "SUMMED": top_k, "WEIGH": problem.router_weight_on_input == first}

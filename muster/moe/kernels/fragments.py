@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.formats.codec import decode_scale
+from muster.formats.codec import block_amax, decode_scale
 from muster.formats.matrix import Meaning, QuantMatrix
 from muster.formats.spec import Element, Format
 from muster.moe.problem import MoEProblem
@@ -32,23 +32,32 @@ _LARGEST_FIELD = 254
 def format_constants(format: Format) -> dict[str, str | int]:
     """What the kernels must know of a format: where its scales are and what they mean.
 
-    A scale's bf16 bits are `byte * SCALE_STEP + SCALE_BASE`, for both half-words; `SCALE_SHARE` neighbouring lanes of a
-    row read the same byte; UNIT bytes are a unit's.
+    UNIT bytes are a unit's; results are multiplied by GAIN too. Of 4-bit codes a scale's bf16 bits are
+    `byte * SCALE_STEP + SCALE_BASE`, for both half-words, and `SCALE_SHARE` neighbouring lanes of a row read the same
+    byte. Of E4M3 codes a unit has BLOCK_SCALES, or rows have ROW_SCALES, or a matrix has one.
     """
+    if format.element is Element.E4M3:
+        by_block, by_row = format.name == "fp8-block", format.name == "fp8-channel"
+        unit = 4096 + (16 if by_block else 0)
+        return {"E4M3": 1, "BLOCK_SCALES": int(by_block), "ROW_SCALES": int(by_row), "UNIT": unit, "GAIN": "1.0f"}
+    given: dict[str, str | int] = {"E4M3": 0, "BLOCK_SCALES": 0, "ROW_SCALES": 0, "GAIN": "256.0f"}
     if format.name == "nvfp4":
-        return {"SCALE_STEP": "0x00100010u", "SCALE_BASE": "0x75807580u", "SCALE_SHARE": 1, "UNIT": 2048 + 256}
-    return {"SCALE_STEP": "0x00800080u", "SCALE_BASE": "0u", "SCALE_SHARE": 2, "UNIT": 2048 + 128}
+        return given | {"SCALE_STEP": "0x00100010u", "SCALE_BASE": "0x75807580u", "SCALE_SHARE": 1, "UNIT": 2048 + 256}
+    return given | {"SCALE_STEP": "0x00800080u", "SCALE_BASE": "0u", "SCALE_SHARE": 2, "UNIT": 2048 + 128}
 
 
 @dataclass(frozen=True, eq=False)
 class Fragments:
-    """A stack of NVFP4 or MXFP4 matrices `[L, N, K]`.
+    """A stack of NVFP4, MXFP4 or FP8 matrices `[L, N, K]`.
 
     Attributes:
-        units: uint8 `[L, N/64, K/64, UNIT]`: codes `[4 warps, 32 lanes, 16]`, eight in each little-endian word, then
-            scales `[4 warps, 32 lanes, 2]` for rows g and g + 8. NVFP4: five exponent bits over three mantissa bits.
-            MXFP4: half as many lanes; the exponent alone, counted from the largest of the matrix.
-        tensor_scales: float32 `[L, P]` to multiply by, and by 256.
+        units: uint8 `[L, N/64, K/64, UNIT]`. 4 bits: codes `[4 warps, 32 lanes, 16]`, eight in each little-endian word,
+            then scales `[4 warps, 32 lanes, 2]` for rows g and g + 8. NVFP4: five exponent bits over three mantissa
+            bits. MXFP4: half as many lanes; the exponent alone, counted from the largest of the matrix. FP8: codes
+            `[2, 4 warps, 32 lanes, 16]`, of rows g, then of rows g + 8; scales by block: float32 `[4]`, of rows g, of
+            rows g + 8, and nothing.
+        tensor_scales: float32 `[L, P]` to multiply by, and by the format's GAIN; one for each row where rows have
+            scales, else two of gate_up and one of down.
     """
 
     units: Tensor
@@ -79,19 +88,50 @@ class Fragments:
         """
         experts, rows, columns = matrix.shape
         tiles, chunks = rows // TILE, columns // CHUNK
+        given = format_constants(matrix.format)
         made: dict[str, Any] = {"device": matrix.codes.device}
-        pieces = (2 if gated else 1) if matrix.global_scale is None else matrix.global_scale.value.shape[-1]
+        pieces = rows if given["ROW_SCALES"] else 2 if gated else 1
         tensor = torch.empty((experts, pieces), dtype=torch.float32, **made)
-        unit = int(format_constants(matrix.format)["UNIT"])
-        units = torch.empty((experts, tiles, chunks, unit), dtype=torch.uint8, **made)
+        units = torch.empty((experts, tiles, chunks, int(given["UNIT"])), dtype=torch.uint8, **made)
+        pack = _pack_e4m3 if given["E4M3"] else _pack_e2m1
         for expert in range(experts):
-            one = matrix[expert]
-            packed, zero, tensor[expert] = _scale_bytes(one)
-            codes = _codes(_without_zeros(one.codes, zero), rows // 16, chunks, gated)
-            units[expert] = torch.cat(
-                (_in_units(codes.view(torch.uint8)), _in_units(_scales(packed, codes, gated))), -1
-            )
+            units[expert], tensor[expert] = pack(matrix[expert], gated)
         return Fragments(units, tensor)
+
+
+def _pack_e2m1(matrix: QuantMatrix, gated: bool) -> tuple[Tensor, Tensor]:
+    """Units and tensor scales of one matrix of 4-bit codes."""
+    packed, zero, tensor = _scale_bytes(matrix)
+    warps, chunks = matrix.shape[0] // 16, matrix.shape[1] // CHUNK
+    codes = _codes(_without_zeros(matrix.codes, zero), warps, chunks, gated)
+    return torch.cat((_in_units(codes.view(torch.uint8)), _in_units(_scales(packed, codes, gated))), -1), tensor
+
+
+_BYTES = (2, 0, 3, 1)
+"""The columns in the bytes of a word of e4m3: its upper bytes are one pair, its lower ones, shifted, the other."""
+
+
+def _pack_e4m3(matrix: QuantMatrix, gated: bool) -> tuple[Tensor, Tensor]:
+    """Units and tensor scales of one FP8 matrix. A code that is NaN makes its scale so: kernels know no such code."""
+    assert matrix.scale is not None
+    assert matrix.format.block is not None
+    rows, columns = matrix.shape
+    warps, chunks = rows // 16, columns // CHUNK
+    codes = matrix.codes.view(torch.uint8)
+    scale = decode_scale(matrix.scale, torch.float64)
+    scale = scale if matrix.scale.meaning is Meaning.MULTIPLIES else 1 / scale
+    unknown = block_amax(((codes & 127) == 127).float(), matrix.format.block) > 0
+    scale = torch.where(unknown, torch.nan, scale).float()
+    words = _in_tiles(codes, warps, gated).reshape(warps, 2, 8, chunks, 4, 4, 4)[..., _BYTES]
+    planes = words.permute(1, 0, 3, 2, 4, 5, 6).reshape(2, warps, chunks, 32, 16)
+    units = torch.cat([_in_units(plane.contiguous()) for plane in planes], -1)
+    if matrix.format.name != "fp8-block":
+        return units, scale.flatten()
+    # Of each 64 rows, then of each tile; gate_up's tiles hold 32 rows of both.
+    by_chunk = scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    halves = torch.unflatten(by_chunk, 0, (2, -1)).repeat_interleave(2, 1) if gated else by_chunk.expand(2, -1, -1)
+    scales = torch.nn.functional.pad(halves.permute(1, 2, 0), (0, 2)).contiguous()
+    return torch.cat((units, scales.view(torch.uint8)), -1), scale.new_ones(1)
 
 
 def _in_units(by_warp: Tensor) -> Tensor:

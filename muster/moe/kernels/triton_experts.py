@@ -60,7 +60,7 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
 ):
     """inner[slot] = activation(x[slot // K] @ gate_up.T): one tile of F, gate and up rows side by side.
 
-    `x` and `inner` are bf16; with A8 `x` is e4m3 codes under `xs`, and `inner` float32.
+    `x` and `inner` are bf16; with A8 `x` is e4m3 codes under `xs`.
     """
     block, tile = _place(tl.program_id(0), blocks, tl.cdiv(F, BLOCK_N), GROUP_M)
     expert = tl.load(experts_ptr + block).to(tl.int64)
@@ -152,9 +152,7 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
         relu = tl.where(acc < 0.0, 0.0, acc)
         inner = relu * relu
     inner_ptrs = inner_ptr + slots_M.to(tl.int64)[:, None] * F + rows_N[None, :]
-    if not A8:
-        inner = bf16(inner, ASM)
-    tl.store(inner_ptrs, inner, mask=live_M[:, None] & (rows_N[None, :] < F))
+    tl.store(inner_ptrs, bf16(inner, ASM), mask=live_M[:, None] & (rows_N[None, :] < F))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -176,7 +174,6 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def down_kernel(  # type: ignore[no-untyped-def]
     inner_ptr,
-    xs_ptr,
     slots_ptr,
     experts_ptr,
     weights_ptr,
@@ -195,7 +192,6 @@ def down_kernel(  # type: ignore[no-untyped-def]
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
-    A8: tl.constexpr,
     BIAS: tl.constexpr,
     WEIGH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -213,14 +209,13 @@ def down_kernel(  # type: ignore[no-untyped-def]
     live_M = slots_M >= 0
     rows_N = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     x_ptrs = inner_ptr + slots_M.to(tl.int64)[:, None] * F
-    xs_ptrs_M = xs_ptr + slots_M.to(tl.int64) * tl.cdiv(F, SPAN)
     w_ptr += expert * W_BYTES
     s_ptr += expert * S_COUNT
     z_ptr += expert * S_COUNT
     r_ptr += expert * R_COUNT
     acc = matmul(
         x_ptrs,
-        xs_ptrs_M,
+        x_ptrs,
         live_M,
         w_ptr,
         s_ptr,
@@ -233,7 +228,7 @@ def down_kernel(  # type: ignore[no-untyped-def]
         GROUP,
         ZEROS,
         R_COUNT,
-        A8,
+        False,
         BLOCK_M,
         BLOCK_N,
         HALF,

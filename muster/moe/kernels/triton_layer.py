@@ -29,25 +29,12 @@ _SPANS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
-    """Rows that a product reads.
-
-    Attributes:
-        values: bf16 `[R, K]`, or uint8 e4m3 codes.
-        scales: of codes, float32 `[R, K/128]`; else the values stand in.
-    """
-
-    values: Tensor
-    scales: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class TritonLayer:
     """The weights of a layer and how its kernels are launched.
 
     Attributes:
         cuts: the sizes that they are launched with.
-        e4m3: both products read tokens in e4m3, quantised as they come, rather than in bf16.
+        e4m3: tokens are quantised to e4m3 as they come, rather than read in bf16.
     """
 
     problem: MoEProblem
@@ -119,14 +106,14 @@ class TritonLayer:
         workspace: Workspace,
     ) -> None:
         problem, number = self.problem, len(blocks.experts)
-        inner = workspace.take("triton inner", (slots, problem.inner), torch.float32 if self.e4m3 else x.dtype)
+        inner = workspace.take("triton inner", (slots, problem.inner), x.dtype)
         on_input = weights is not None and problem.router_weight_on_input
         on_output = weights is not None and not problem.router_weight_on_input
         given = x if weights is None else weights
-        tokens = self._operand(x, "tokens", workspace)
+        tokens, scales = self._quantised(x, workspace) if self.e4m3 else (x, x)
         kernels.gate_up_kernel[(number * -(-problem.inner // sizes.first.columns),)](
-            tokens.values,
-            tokens.scales,
+            tokens,
+            scales,
             blocks.slots,
             blocks.experts,
             given,
@@ -139,12 +126,11 @@ class TritonLayer:
             ACTIVATION=problem.activation.name,
             LIMITED=problem.activation.limit is not None,
             WEIGH=on_input,
+            A8=self.e4m3,
             **self._constants(self.gate_up, sizes, sizes.first),
         )
-        rows = self._operand(inner, "inner", workspace)
         kernels.down_kernel[(number * -(-problem.hidden // sizes.second.columns),)](
-            rows.values,
-            rows.scales,
+            inner,
             blocks.slots,
             blocks.experts,
             given,
@@ -167,7 +153,6 @@ class TritonLayer:
             "FORMAT": FORMATS[problem.weights.family],
             "GROUP": matrix.group,
             "ZEROS": matrix.zeroed,
-            "A8": self.e4m3,
             "BIAS": problem.bias,
             "BLOCK_M": sizes.rows,
             "BLOCK_N": tile.columns,
@@ -178,17 +163,16 @@ class TritonLayer:
             "num_stages": tile.stages,
         }
 
-    def _operand(self, rows: Tensor, name: str, workspace: Workspace) -> Operand:
-        if not self.e4m3:
-            return Operand(rows, rows)
-        count, columns = rows.shape
+    def _quantised(self, x_TD: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        """e4m3 codes, uint8 `[T, D]`, and their scales, float32 `[T, D/128]`."""
+        count, columns = x_TD.shape
         spans = -(-columns // _SPAN)
-        codes = workspace.take(f"triton codes of {name}", (count, columns), torch.uint8)
-        scales = workspace.take(f"triton scales of {name}", (count, spans), torch.float32)
+        codes = workspace.take("triton codes", (count, columns), torch.uint8)
+        scales = workspace.take("triton scales of codes", (count, spans), torch.float32)
         kernels.quantise_kernel[(count, -(-spans // _SPANS))](
-            rows, codes, scales, K=columns, SPANS=_SPANS, ASM=not interpreted(), num_warps=4
+            x_TD, codes, scales, K=columns, SPANS=_SPANS, ASM=not interpreted(), num_warps=4
         )
-        return Operand(codes, scales)
+        return codes, scales
 
 
 def interpreted() -> bool:

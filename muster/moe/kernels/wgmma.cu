@@ -1,4 +1,4 @@
-// One product of an expert layer for many rows per expert, 4-bit weights, bf16 activations, Hopper's `wgmma`.
+// One product of an expert layer for many rows per expert, 4-bit or FP8 weights, bf16 activations, Hopper's `wgmma`.
 //
 // Programs stay, and take one item after another: a block of token rows times TILES tiles of 64 weight rows. A warp of its
 // own copies ahead, in bulk, into the next item too: units of weights (fragments.py) and, of 64 columns, the token rows of
@@ -6,11 +6,10 @@
 // 64 weight rows of a tile and decodes each fragment, the left operand, into registers while the tensor cores still
 // multiply the one before; the right operand is the token rows in shared memory, in the 128-byte swizzle.
 //
-// Constants come from the compiler's command line: GROUPS warpgroups, MT tiles each, MOST token rows of a block, STAGES of DEPTH chunks of 64 columns, RESIDENT programs on a multiprocessor, FIRST (gate_up and its activation, else down), BIAS, WEIGH (by the routing weight), LIMIT and ALPHA of
-// the activation where it has them, SCALE_STEP, SCALE_BASE, SCALE_SHARE and UNIT of the format. `multiply<N>` and SIZES
+// Constants beside those of fragments.cu: GROUPS warpgroups, MT tiles each, MOST token rows of a block, STAGES of DEPTH
+// chunks of 64 columns, RESIDENT programs on a multiprocessor, BIAS, WEIGH (by the routing weight). `multiply<N>` and SIZES
 // (to which a block's own count of rows is rounded up) are written by wgmma_layer.py.
 
-typedef unsigned short bf16;
 constexpr bool MANY = MOST >= 128 && GROUPS == 2;  // sums that need registers which the copying warpgroup gives away
 constexpr int WORKERS = GROUPS * 128, THREADS = WORKERS + (MANY ? 128 : 32), TILES = GROUPS * MT;
 constexpr int ROW_BYTES = MOST * 128, ROWS_ROOM = STAGES * DEPTH * ROW_BYTES, CODES_ROOM = STAGES * DEPTH * TILES * UNIT;
@@ -21,26 +20,10 @@ struct Sizes {
     int chunks, tiles, width, blocks, together, rows, items;
 };
 
-__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
-    unsigned d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
-    return d;
-}
-
 __device__ __forceinline__ unsigned packed(float low, float high) {
     unsigned d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
     return d;
-}
-
-// Eight codes to four pairs of bf16: sign, exponent and mantissa bits become bf16's own, the value times 2**-126; scales
-// carry 2**118. The even fragments are rows g, the odd ones rows g + 8.
-__device__ __forceinline__ void decode(unsigned w, unsigned scale0, unsigned scale1, unsigned (&a)[4]) {
-    constexpr unsigned SIGN = 0x80008000u, REST = 0x01c001c0u;
-    a[0] = times(w & (SIGN | REST), scale0);
-    a[1] = times((w << 3) & (SIGN | REST), scale1);
-    a[2] = times(((w << 6) & REST) | ((w << 2) & SIGN), scale0);
-    a[3] = times(((w >> 3) & REST) | ((w << 1) & SIGN), scale1);
 }
 
 // Shared memory as `wgmma` reads it: rows of 128 bytes, whose eight 16-byte units are swizzled by the row. The upper half
@@ -94,29 +77,20 @@ __device__ __forceinline__ uint4 shared16(unsigned at) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
 }
+__device__ __forceinline__ float2 shared8(unsigned at) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
+    return v;
+}
 __device__ __forceinline__ unsigned shared2(unsigned at) {
     bf16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
     return v;
 }
 
-#if FIRST
-__device__ __forceinline__ float activated(float gate, float up) {
-#ifdef LIMIT
-    gate = gate > LIMIT ? LIMIT : gate;
-    up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
-#endif
-#ifdef ALPHA
-    return gate / (1.0f + __expf(-ALPHA * gate)) * (up + 1.0f);
-#else
-    return gate / (1.0f + __expf(-gate)) * up;
-#endif
-}
-#endif
-
 struct Item {
     int expert, tile, row, count;  // expert: -1 after the last item; row: the block's first among all
-    float scales[2];               // to multiply by: of gate and of up, or twice of down
+    float scales[2];               // to multiply by where all rows have one: of gate and of up, or twice of down
     int slots[MOST];
     float weights[MOST];
 };
@@ -212,7 +186,7 @@ __device__ __forceinline__ void supply(Shared& shared, unsigned memory, const ch
         }
         const int expert = next.expert, tile = next.tile, row = next.block * MOST;
         if (lane == 0) now.expert = expert, now.tile = tile, now.row = row, now.count = count;
-        if (lane < 2 && expert >= 0) now.scales[lane] = 256.0f * tensor_scales[FIRST ? 2 * expert + lane : expert];
+        if (!ROW_SCALES && lane < 2 && expert >= 0) now.scales[lane] = scale_of(tensor_scales, expert, lane, 2);
         __syncwarp();
         if (lane == 0) release(place(&shared.ready[n % 2]));
         if (expert < 0) return;
@@ -231,10 +205,15 @@ struct Cursor {
     unsigned rows, codes, scales, full, empty;
 
     __device__ __forceinline__ Cursor(Shared& shared, unsigned memory) : stage(0), phase(0) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp % 4 * 32 + lane;
+        const int mine = threadIdx.x % 128;
         rows = kept(described(memory));
-        codes = kept(memory + ROWS_ROOM + warp / 4 * MT * DEPTH * UNIT + mine * 16);
-        scales = kept(memory + ROWS_ROOM + warp / 4 * MT * DEPTH * UNIT + 2048 + mine / SCALE_SHARE * 2);
+        const unsigned unit = memory + ROWS_ROOM + threadIdx.x / 128 * (MT * DEPTH * UNIT);
+        codes = kept(unit + mine * 16);
+#if BLOCK_SCALES
+        scales = kept(unit + 4096);
+#elif !E4M3
+        scales = kept(unit + 2048 + mine / SCALE_SHARE * 2);
+#endif
         full = kept(place(shared.full));
         empty = kept(place(shared.empty));
     }
@@ -250,8 +229,7 @@ struct Cursor {
 
 // A warp's share of a stage.
 struct Words {
-    uint4 codes[DEPTH][MT];
-    unsigned scales[DEPTH][MT];
+    Codes codes[DEPTH][MT];
 
     __device__ __forceinline__ void load(const Cursor& at) {
         wait(at.full + at.stage * 8, at.phase);
@@ -260,11 +238,42 @@ struct Words {
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 const int unit = ((at.stage * TILES + m) * DEPTH + d) * UNIT;
-                codes[d][m] = shared16(at.codes + unit);
-                scales[d][m] = shared2(at.scales + unit);
+#pragma unroll
+                for (int plane = 0; plane < PLANES; ++plane)
+                    codes[d][m].words[plane] = shared16(at.codes + unit + plane * 2048);
+#if BLOCK_SCALES
+                if (d == 0) codes[d][m].scales = shared8(at.scales + unit);
+#elif !E4M3
+                codes[d][m].scales = shared2(at.scales + unit);
+#endif
             }
     }
 };
+
+// The products are over: before this the compiler must not read their sums.
+template <int N>
+__device__ __forceinline__ void over(float (&sums)[MT][MOST / 2]) {
+    settle<0>();
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sums[m][i])::"memory");
+}
+
+#if BLOCK_SCALES
+// A stage is within one block of columns: its sums are multiplied by the block's scale as they are added.
+static_assert(DEPTH <= 2);
+
+template <int N>
+__device__ __forceinline__ void add_scaled(float (&sums)[MT][MOST / 2], float (&stage_sums)[MT][MOST / 2],
+                                           const Codes (&codes)[MT]) {
+    over<N>(stage_sums);
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) sums[m][i] += stage_sums[m][i] * codes[m].scale(i);
+}
+#endif
 
 // Sums of a block: N token rows times this warp's 16 rows of each of its warpgroup's tiles.
 template <int N>
@@ -272,6 +281,16 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
     unsigned a[2][2][MT][4];
     Words words;
     words.load(at);
+#if BLOCK_SCALES
+    float stage_sums[MT][MOST / 2];
+    Codes scales[MT];  // of the stage whose products may still run
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) sums[m][i] = 0.0f;
+#else
+    float(&stage_sums)[MT][MOST / 2] = sums;
+#endif
     for (int start = 0; start < chunks; start += DEPTH) {
         const unsigned rows = uniform(at.rows + at.stage * (DEPTH * ROW_BYTES / 16));
 #pragma unroll
@@ -280,13 +299,16 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    const uint4 v = words.codes[d][m];
-                    const unsigned scale0 = (words.scales[d][m] & 255u) * SCALE_STEP + SCALE_BASE;
-                    const unsigned scale1 = (words.scales[d][m] >> 8) * SCALE_STEP + SCALE_BASE;
-                    decode(half ? v.z : v.x, scale0, scale1, a[half][0][m]);
-                    decode(half ? v.w : v.y, scale0, scale1, a[half][1][m]);
+                for (int j = 0; j < 2; ++j)
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) words.codes[d][m].fragment(half * 2 + j, a[half][j][m]);
+#if BLOCK_SCALES
+                if (d == 0 && half == 0) {
+                    if (start > 0) add_scaled<N>(sums, stage_sums, scales);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) scales[m].scales = words.codes[0][m].scales;
                 }
+#endif
                 // What the next stage holds comes while this one's last products run.
                 if (d == DEPTH - 1 && half == 1 && start + DEPTH < chunks) {
                     at.advance();
@@ -297,8 +319,8 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
                 for (int j = 0; j < 2; ++j)
 #pragma unroll
                     for (int m = 0; m < MT; ++m)
-                        multiply<N>(sums[m], a[half][j][m], rows + d * (ROW_BYTES / 16) + half * 4 + j * 2,
-                                    half + j > 0 || start + d > 0);
+                        multiply<N>(stage_sums[m], a[half][j][m], rows + d * (ROW_BYTES / 16) + half * 4 + j * 2,
+                                    half + j + d > 0 || (!BLOCK_SCALES && start > 0));
                 commit();
                 settle<1>();
                 // The last products of the stage before are over: its place may be filled.
@@ -306,11 +328,11 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
             }
         }
     }
-    settle<0>();
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sums[m][i])::"memory");
+#if BLOCK_SCALES
+    add_scaled<N>(sums, stage_sums, scales);
+#else
+    over<N>(sums);
+#endif
     at.release_stage(at.stage);
     at.advance();
 }
@@ -342,9 +364,9 @@ __device__ __forceinline__ void write(const Item& item, const Sizes& sizes, int 
 
 // Scales, bias, activation, routing weight; to memory by way of shared memory, where tokens become rows.
 __device__ __forceinline__ void finish(const float (&sums)[MT][MOST / 2], const Item& item, const Sizes& sizes,
-                                       const float* __restrict__ bias, char* out, const char* staged) {
+                                       const float* __restrict__ tensor_scales, const float* __restrict__ bias, char* out,
+                                       const char* staged) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
-    const float scale0 = item.scales[0], scale1 = item.scales[1];
     const unsigned row_at = place(staged) + ((lane / 8 & 1) * 8 + lane % 8) * OUT_BYTES;
 #pragma unroll
     for (int from = 0; from < MOST; from += SLICE) {
@@ -355,13 +377,15 @@ __device__ __forceinline__ void finish(const float (&sums)[MT][MOST / 2], const 
             const int last = sizes.tiles - 1, tile = min(item.tile + warp / 4 * MT + m, last) * 4 + warp % 4;
 #if FIRST
             // A warp's eight rows are a 16-byte unit of a chunk in the order of the fragments.
-            const int f = tile / 8 * 64 + lane / 8 * 16 + tile % 8 * 2 + lane / 4 % 2;
-            const long long bias_at = (long long)item.expert * 2 * sizes.width + f;
-            const float bias0 = BIAS ? bias[bias_at] : 0.0f, bias1 = BIAS ? bias[bias_at + sizes.width] : 0.0f;
+            const int row0 = tile / 8 * 64 + lane / 8 * 16 + tile % 8 * 2 + lane / 4 % 2, row1 = row0 + sizes.width;
+            const int rows = 2 * sizes.width;
 #else
-            const long long bias_at = (long long)item.expert * sizes.width + tile * 16 + lane / 4;
-            const float bias0 = BIAS ? bias[bias_at] : 0.0f, bias1 = BIAS ? bias[bias_at + 8] : 0.0f;
+            const int row0 = tile * 16 + lane / 4, row1 = row0 + 8, rows = sizes.width;
 #endif
+            const float* expert_bias = bias + (long long)item.expert * rows;
+            const float bias0 = BIAS ? expert_bias[row0] : 0.0f, bias1 = BIAS ? expert_bias[row1] : 0.0f;
+            const float scale0 = ROW_SCALES ? scale_of(tensor_scales, item.expert, row0, rows) : item.scales[0];
+            const float scale1 = ROW_SCALES ? scale_of(tensor_scales, item.expert, row1, rows) : item.scales[1];
 #pragma unroll
             for (int i = from / 8; i < (from + SLICE < MOST ? from + SLICE : MOST) / 8; i += 2) {
                 if (i * 8 >= item.count) break;
@@ -431,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
             if (uniform(item.expert) < 0) break;
             float sums[MT][MOST / 2];
             fit<SIZES>(sums, uniform(item.count), at, sizes.chunks);
-            finish(sums, item, sizes, bias, out, staged);
+            finish(sums, item, sizes, tensor_scales, bias, out, staged);
             group_meets();  // all have read the item
             if (threadIdx.x % 128 == 0) release(place(&shared.done[n % 2]));
         }

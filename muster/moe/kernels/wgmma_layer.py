@@ -1,4 +1,4 @@
-"""A 4-bit expert layer for many tokens on Hopper: blocks of slots, the kernels for their sizes, the launches."""
+"""An expert layer of 4-bit or FP8 weights for many tokens on Hopper: blocks of slots, their kernels, the launches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.formats.spec import Element, Format
 from muster.moe.backend import Routed
 from muster.moe.kernels import triton_experts
 from muster.moe.kernels.fragments import CHUNK, FragmentLayer, activation_constants, format_constants
@@ -19,7 +20,7 @@ from muster.moe.kernels.triton_blocks import Blocks, list_blocks
 from muster.moe.problem import MoEProblem
 from muster.workspace import Workspace
 
-SOURCE, ARRANGE = (Path(__file__).with_name(name) for name in ("wgmma.cu", "arrange.cu"))
+SHARED, SOURCE, ARRANGE = (Path(__file__).with_name(name) for name in ("fragments.cu", "wgmma.cu", "arrange.cu"))
 TARGET = "90a"
 """`wgmma` exists for this architecture alone (PTX ISA, "wgmma.mma_async")."""
 
@@ -72,7 +73,14 @@ SHAPES = (
     Shape((48, 128), 2, 2, 3, 2, 1),
     Shape((144, 192, 256), 2, 1, 5, 1, 1),
 )
-"""From small to large; none spills (tests/moe/test_wgmma_compiles.py)."""
+"""Of 4-bit codes, from small to large; none spills (tests/moe/test_wgmma_compiles.py)."""
+E4M3_SHAPES = (
+    Shape((16,), 2, 1, 3, 2, 3),
+    Shape((32,), 2, 1, 4, 2, 2),
+    Shape((48, 64), 3, 1, 4, 2, 1),
+    Shape((80, 96, 128), 2, 1, 4, 2, 1),
+)
+"""Of FP8, whose units are twice as large."""
 TOGETHER = 8
 """Blocks that share a tile of weights while it is in the second cache, where experts have several blocks."""
 
@@ -85,16 +93,22 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def shape_for(slots: int, experts: int) -> Shape:
-    """By the rows of an average expert and half as many again."""
-    return next((shape for shape in SHAPES if 1.35 * slots / experts <= shape.most), SHAPES[-1])
+def shapes_for(format: Format) -> tuple[Shape, ...]:
+    """From small to large."""
+    return E4M3_SHAPES if format.element is Element.E4M3 else SHAPES
+
+
+def shape_for(format: Format, slots: int, experts: int) -> Shape:
+    """By the rows of an average expert and a third as many again."""
+    shapes = shapes_for(format)
+    return next((shape for shape in shapes if 1.35 * slots / experts <= shape.most), shapes[-1])
 
 
 def source(shape: Shape) -> str:
     """The kernel's source with the products it uses."""
     products = (_multiply(size) for size in shape.sizes)
     sizes = f"#define SIZES {', '.join(map(str, shape.sizes))}\n"
-    return "\n".join((sizes, _DECLARATION, *products, SOURCE.read_text()))
+    return "\n".join((sizes, SHARED.read_text(), _DECLARATION, *products, SOURCE.read_text()))
 
 
 ROWS = 64 | 1 << 30
@@ -159,7 +173,7 @@ def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, work
     if not tokens:
         return
     top_k, slots = routed.ids_TK.shape[1], routed.ids_TK.numel()
-    shape = shape_for(slots, problem.local_experts)
+    shape = shape_for(problem.weights, slots, problem.local_experts)
     blocks = _list(problem, routed.ids_TK, shape, workspace)
     rows = blocks.experts.numel() * shape.most
     x = workspace.take("wgmma rows", (rows, problem.hidden), x_TD.dtype)
