@@ -21,6 +21,7 @@ from muster.formats.elements import (
     encode_e4m3,
     encode_e8m0,
     pack_nibbles,
+    quotient,
     unpack_nibbles,
 )
 from muster.formats.matrix import Meaning, QuantMatrix, Scale
@@ -150,7 +151,7 @@ def _encode_nvfp4(values: Tensor, pieces: int, meaning: Meaning) -> QuantMatrix:
     by_piece = torch.unflatten(values, -2, (pieces, -1))
     amax = by_piece.abs().amax((-2, -1))
     if meaning is Meaning.MULTIPLIES:
-        tensor_scale = (amax / (E2M1_MAX * E4M3_MAX)).clamp_(min=SMALLEST_SCALE)
+        tensor_scale = quotient(amax, E2M1_MAX * E4M3_MAX).clamp_(min=SMALLEST_SCALE)
     else:
         tensor_scale = (E2M1_MAX * E4M3_MAX / amax).clamp_(max=1 / SMALLEST_SCALE)
     wide = tensor_scale[..., None, None]
@@ -179,7 +180,7 @@ def _encode_fp8(values: Tensor, format: Format, pieces: int) -> QuantMatrix:
     rows, columns = _block(format)
     if format is FP8_TENSOR:
         rows = values.shape[-2] // pieces
-    scales = (block_amax(values, (rows, columns)) / E4M3_MAX).clamp_(min=SMALLEST_SCALE)
+    scales = quotient(block_amax(values, (rows, columns)), E4M3_MAX).clamp_(min=SMALLEST_SCALE)
     matrix = QuantMatrix(format, tuple(values.shape), values, scale=Scale(scales, Element.F32))
     return replace(matrix, codes=encode_e4m3(values / spread(scales, matrix)))
 
@@ -188,7 +189,7 @@ def _encode_int4(values: Tensor, format: Format) -> QuantMatrix:
     groups = torch.unflatten(values, -1, (-1, _block(format)[1]))
     low = groups.amin(-1).clamp_(max=0)
     high = groups.amax(-1).clamp_(min=0)
-    scales = ((high - low) / 15).clamp_(min=SMALLEST_SCALE)
+    scales = quotient(high - low, 15.0).clamp_(min=SMALLEST_SCALE)
     zeros = (-low / scales).round_().clamp_(0, 15)
     codes = (groups / scales.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, 15)
     return QuantMatrix(

@@ -22,6 +22,7 @@ from muster.formats.elements import (
     encode_e2m1,
     encode_e4m3,
     encode_e8m0,
+    quotient,
 )
 from muster.formats.matrix import Meaning, QuantMatrix
 
@@ -122,9 +123,9 @@ def _fp8(values: Tensor, grid: Grid, scale: Tensor | None) -> Tensor:
     if grid is Grid.FP8_TENSOR:
         return _through_e4m3(values, values.new_ones(()) if scale is None else scale)
     if grid is Grid.FP8_TOKEN:
-        return _through_e4m3(values, values.abs().amax(-1, keepdim=True) / E4M3_MAX)
+        return _through_e4m3(values, quotient(values.abs().amax(-1, keepdim=True), E4M3_MAX))
     groups = _groups(values, 128)
-    return _ungroup(_through_e4m3(groups, groups.abs().amax(-1, keepdim=True) / E4M3_MAX), values)
+    return _ungroup(_through_e4m3(groups, quotient(groups.abs().amax(-1, keepdim=True), E4M3_MAX)), values)
 
 
 def _mxfp8(values: Tensor) -> Tensor:
