@@ -21,7 +21,7 @@ _E8M0_BIAS = 127
 
 
 def quotient(values: Tensor, divisor: float) -> Tensor:
-    """`values / divisor`, rounded once on every device: on a GPU torch multiplies by the reciprocal of a plain number."""
+    """`values / divisor`, rounded once everywhere: on a GPU torch multiplies by the reciprocal of a plain number."""
     return values / values.new_tensor(divisor)
 
 
