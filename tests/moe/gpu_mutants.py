@@ -78,7 +78,7 @@ WGMMA = {
     "the next chunk's token rows": ("rows + d * (ROW_BYTES / 16)", "rows"),
 }
 ARRANGE = {
-    "another token's row": ("(slot / top_k)", "(slot % top_k)"),
+    "another token's row": ("(slot[i] / top_k)", "(slot[i] % top_k)"),
     "columns as they are stored": (
         "words[0], words[8], words[16], words[24]",
         "words[0], words[1], words[2], words[3]",

@@ -11,11 +11,23 @@ extern "C" __global__ void __launch_bounds__(256) arrange(
     const int block = blockIdx.y, unit = threadIdx.x % 8, chunk = blockIdx.x * 8 + threadIdx.x / 8 % 8;
     if (block == 0 && blockIdx.x == 0 && threadIdx.x < 2) taken[threadIdx.x] = 0;
     if (experts[block] < 0 || chunk >= chunks) return;
-    for (int row = threadIdx.x / 64; row < most; row += 4) {
-        const int slot = slots[(long long)block * most + row];
-        if (slot < 0) return;
-        const unsigned* words = x + ((long long)(slot / top_k) * chunks + chunk) * 32 + unit;
-        out[((long long)chunk * rows + block * most + row) * 8 + (unit ^ row % 8)] =
-            make_uint4(words[0], words[8], words[16], words[24]);
+    // Four rows at a time: none waits for another's slot or words.
+    for (int first = threadIdx.x / 64; first < most; first += 16) {
+        int slot[4];
+        uint4 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) slot[i] = first + 4 * i < most ? slots[(long long)block * most + first + 4 * i] : -1;
+        if (slot[0] < 0) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (slot[i] < 0) continue;
+            const unsigned* words = x + ((long long)(slot[i] / top_k) * chunks + chunk) * 32 + unit;
+            v[i] = make_uint4(words[0], words[8], words[16], words[24]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = first + 4 * i;
+            if (slot[i] >= 0) out[((long long)chunk * rows + block * most + row) * 8 + (unit ^ row % 8)] = v[i];
+        }
     }
 }

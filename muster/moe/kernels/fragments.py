@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.formats.codec import block_amax, decode_scale
+from muster.formats.codec import block_amax, decode_scale, spread
 from muster.formats.matrix import Meaning, QuantMatrix
 from muster.formats.spec import Element, Format
 from muster.moe.problem import MoEProblem
@@ -107,6 +107,7 @@ def _pack_e2m1(matrix: QuantMatrix, gated: bool) -> tuple[Tensor, Tensor]:
     return torch.cat((_in_units(codes.view(torch.uint8)), _in_units(_scales(packed, codes, gated))), -1), tensor
 
 
+_LEAST_OF_LARGEST = 2.0**-60
 _BYTES = (2, 0, 3, 1)
 """The columns in the bytes of a word of e4m3: its upper bytes are one pair, its lower ones, shifted, the other."""
 
@@ -120,6 +121,11 @@ def _pack_e4m3(matrix: QuantMatrix, gated: bool) -> tuple[Tensor, Tensor]:
     codes = matrix.codes.view(torch.uint8)
     scale = decode_scale(matrix.scale, torch.float64)
     scale = scale if matrix.scale.meaning is Meaning.MULTIPLIES else 1 / scale
+    if matrix.format.name == "fp8-block":
+        # `wgmma` divides one block's scale by another's. What is this far below the largest is nought beside it.
+        least = scale.amax() * _LEAST_OF_LARGEST
+        codes = codes.masked_fill(spread(scale < least, matrix), 0)
+        scale = scale.clamp_min(torch.where(least > 0, least, 1.0))
     unknown = block_amax(((codes & 127) == 127).float(), matrix.format.block) > 0
     scale = torch.where(unknown, torch.nan, scale).float()
     words = _in_tiles(codes, warps, gated).reshape(warps, 2, 8, chunks, 4, 4, 4)[..., _BYTES]

@@ -16,8 +16,9 @@ from torch import Tensor
 from muster.moe.backend import RowLayout
 from muster.workspace import Workspace
 
-_IDS = 2048
-"""Ids that a program reads at a time."""
+_IDS = 8192
+"""Ids that a program reads at a time, at most."""
+_IDS_OF_WARP = 512
 _WIDTH = 1024
 """Columns that a program copies or sums, at most."""
 
@@ -55,7 +56,7 @@ def place(ids_TK: Tensor, first_expert: int, experts: int, workspace: Workspace)
     rank_TK = workspace.take("row ranks", tuple(ids_TK.shape), torch.int32)
     slots = ids_TK.numel()
     block = max(16, min(_IDS, triton.next_power_of_2(max(slots, 1))))
-    _place[(experts,)](ids_TK, rank_TK, counts_L, slots, first_expert, BLOCK=block, num_warps=4)
+    _place[(experts,)](ids_TK, rank_TK, counts_L, slots, first_expert, BLOCK=block, num_warps=max(4, block // _IDS_OF_WARP))
     return Places(rank_TK, counts_L)
 
 

@@ -261,17 +261,17 @@ __device__ __forceinline__ void over(float (&sums)[MT][MOST / 2]) {
 }
 
 #if BLOCK_SCALES
-// A stage is within one block of columns: its sums are multiplied by the block's scale as they are added.
+// A stage is within one block of columns. Sums of all stages so far stand for so many times the scales of the last, and
+// are put in terms of the next: one multiplication, and no registers for sums of a stage.
 static_assert(DEPTH <= 2);
 
 template <int N>
-__device__ __forceinline__ void add_scaled(float (&sums)[MT][MOST / 2], float (&stage_sums)[MT][MOST / 2],
-                                           const Codes (&codes)[MT]) {
-    over<N>(stage_sums);
+__device__ __forceinline__ void rescale(float (&sums)[MT][MOST / 2], const float2 (&by)[MT]) {
+    over<N>(sums);
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) sums[m][i] += stage_sums[m][i] * codes[m].scale(i);
+        for (int i = 0; i < N / 2; ++i) sums[m][i] *= i % 4 < 2 ? by[m].x : by[m].y;
 }
 #endif
 
@@ -282,14 +282,7 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
     Words words;
     words.load(at);
 #if BLOCK_SCALES
-    float stage_sums[MT][MOST / 2];
-    Codes scales[MT];  // of the stage whose products may still run
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) sums[m][i] = 0.0f;
-#else
-    float(&stage_sums)[MT][MOST / 2] = sums;
+    float2 scales[MT] = {};  // of the stage whose products may still run
 #endif
     for (int start = 0; start < chunks; start += DEPTH) {
         const unsigned rows = uniform(at.rows + at.stage * (DEPTH * ROW_BYTES / 16));
@@ -304,9 +297,14 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
                     for (int m = 0; m < MT; ++m) words.codes[d][m].fragment(half * 2 + j, a[half][j][m]);
 #if BLOCK_SCALES
                 if (d == 0 && half == 0) {
-                    if (start > 0) add_scaled<N>(sums, stage_sums, scales);
+                    float2 ratios[MT];
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) scales[m].scales = words.codes[0][m].scales;
+                    for (int m = 0; m < MT; ++m) {
+                        const float2 now = words.codes[0][m].scales;
+                        ratios[m] = make_float2(__fdividef(scales[m].x, now.x), __fdividef(scales[m].y, now.y));
+                        scales[m] = now;
+                    }
+                    if (start > 0) rescale<N>(sums, ratios);
                 }
 #endif
                 // What the next stage holds comes while this one's last products run.
@@ -319,8 +317,8 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
                 for (int j = 0; j < 2; ++j)
 #pragma unroll
                     for (int m = 0; m < MT; ++m)
-                        multiply<N>(stage_sums[m], a[half][j][m], rows + d * (ROW_BYTES / 16) + half * 4 + j * 2,
-                                    half + j + d > 0 || (!BLOCK_SCALES && start > 0));
+                        multiply<N>(sums[m], a[half][j][m], rows + d * (ROW_BYTES / 16) + half * 4 + j * 2,
+                                    half + j > 0 || start + d > 0);
                 commit();
                 settle<1>();
                 // The last products of the stage before are over: its place may be filled.
@@ -329,7 +327,7 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
         }
     }
 #if BLOCK_SCALES
-    add_scaled<N>(sums, stage_sums, scales);
+    rescale<N>(sums, scales);
 #else
     over<N>(sums);
 #endif

@@ -77,8 +77,9 @@ SHAPES = (
 E4M3_SHAPES = (
     Shape((16,), 2, 1, 3, 2, 3),
     Shape((32,), 2, 1, 4, 2, 2),
-    Shape((48, 64), 3, 1, 4, 2, 1),
-    Shape((80, 96, 128), 2, 1, 4, 2, 1),
+    Shape((48, 64), 4, 1, 3, 2, 1),
+    Shape((80, 128), 2, 2, 5, 1, 1),
+    Shape((144, 192, 256), 2, 1, 4, 1, 1),
 )
 """Of FP8, whose units are twice as large."""
 TOGETHER = 8
