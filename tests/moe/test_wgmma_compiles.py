@@ -21,17 +21,18 @@ PLAIN = {
     for format in (NVFP4, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
 }
 CASES = [
-    *((problem, shape) for problem in PLAIN.values() for shape in shapes_for(problem.weights)),
+    *((problem, pair) for problem in PLAIN.values() for pair in shapes_for(problem.weights)),
     (GPT_OSS, shapes_for(MXFP4)[1]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("problem", "shape"), CASES, ids=[f"{problem.weights.name}, {shape.most} rows" for problem, shape in CASES]
+    ("problem", "pair"), CASES, ids=[f"{problem.weights.name}, {pair[0].most} rows" for problem, pair in CASES]
 )
-def test_every_shape_compiles_without_spills_or_serialised_products_and_its_programs_fit(problem, shape):
+def test_every_shape_compiles_without_spills_or_serialised_products_and_its_programs_fit(problem, pair):
     unit = format_constants(problem.weights)["UNIT"]
-    for first in (True, False):
+    assert pair[0].most == pair[1].most
+    for first, shape in zip((True, False), pair, strict=True):
         built = build(source(shape), TARGET, constants(problem, shape, first=first))
         assert not built.spilled, built.said
         assert "serialized" not in built.said

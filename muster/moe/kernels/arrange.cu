@@ -6,28 +6,37 @@
 // `taken` counts the items of the two products that follow.
 
 extern "C" __global__ void __launch_bounds__(256) arrange(
-    const unsigned* __restrict__ x, const int* __restrict__ slots, const int* __restrict__ experts, uint4* __restrict__ out,
+    const uint4* __restrict__ x, const int* __restrict__ slots, const int* __restrict__ experts, uint4* __restrict__ out,
     int* __restrict__ taken, int most, int top_k, int chunks, int rows) {
+    constexpr int TOGETHER = 4;  // rows of a thread: none waits for another's slot or words
+    // Of each warp and row four chunks; padded, so that words eight apart are in banks of their own.
+    __shared__ uint4 staged[8][TOGETHER][4][10];
     const int block = blockIdx.y, unit = threadIdx.x % 8, chunk = blockIdx.x * 8 + threadIdx.x / 8 % 8;
     if (block == 0 && blockIdx.x == 0 && threadIdx.x < 2) taken[threadIdx.x] = 0;
-    if (experts[block] < 0 || chunk >= chunks) return;
-    // Four rows at a time: none waits for another's slot or words.
-    for (int first = threadIdx.x / 64; first < most; first += 16) {
-        int slot[4];
-        uint4 v[4];
+    if (experts[block] < 0) return;
+    auto& mine = staged[threadIdx.x / 32];
+    const int place = threadIdx.x / 8 % 4;
+    for (int first = threadIdx.x / 64; first < most; first += 4 * TOGETHER) {
+        int slot[TOGETHER];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) slot[i] = first + 4 * i < most ? slots[(long long)block * most + first + 4 * i] : -1;
+        for (int i = 0; i < TOGETHER; ++i) {
+            const int row = first + 4 * i;
+            slot[i] = row < most ? slots[(long long)block * most + row] : -1;
+        }
         if (slot[0] < 0) return;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (slot[i] < 0) continue;
-            const unsigned* words = x + ((long long)(slot[i] / top_k) * chunks + chunk) * 32 + unit;
-            v[i] = make_uint4(words[0], words[8], words[16], words[24]);
-        }
+        for (int i = 0; i < TOGETHER; ++i)
+            if (slot[i] >= 0 && chunk < chunks)
+                mine[i][place][unit] = x[((long long)(slot[i] / top_k) * chunks + chunk) * 8 + unit];
+        __syncwarp();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < TOGETHER; ++i) {
+            const unsigned* words = reinterpret_cast<const unsigned*>(mine[i][place]) + unit;
             const int row = first + 4 * i;
-            if (slot[i] >= 0) out[((long long)chunk * rows + block * most + row) * 8 + (unit ^ row % 8)] = v[i];
+            if (slot[i] >= 0 && chunk < chunks)
+                out[((long long)chunk * rows + block * most + row) * 8 + (unit ^ row % 8)] =
+                    make_uint4(words[0], words[8], words[16], words[24]);
         }
+        __syncwarp();
     }
 }

@@ -56,7 +56,9 @@ def place(ids_TK: Tensor, first_expert: int, experts: int, workspace: Workspace)
     rank_TK = workspace.take("row ranks", tuple(ids_TK.shape), torch.int32)
     slots = ids_TK.numel()
     block = max(16, min(_IDS, triton.next_power_of_2(max(slots, 1))))
-    _place[(experts,)](ids_TK, rank_TK, counts_L, slots, first_expert, BLOCK=block, num_warps=max(4, block // _IDS_OF_WARP))
+    _place[(experts,)](
+        ids_TK, rank_TK, counts_L, slots, first_expert, BLOCK=block, num_warps=max(4, block // _IDS_OF_WARP)
+    )
     return Places(rank_TK, counts_L)
 
 

@@ -66,20 +66,27 @@ class Shape:
         return self.stages * self.depth * (self.most * 2 * CHUNK + self.all_tiles * unit) + self.groups * results
 
 
+def alike(shape: Shape) -> tuple[Shape, Shape]:
+    """The shape for both products."""
+    return shape, shape
+
+
+Pair = tuple[Shape, Shape]
+"""Of gate_up and of down, for blocks of as many rows."""
 SHAPES = (
-    Shape((16,), 2, 1, 4, 2, 3),
-    Shape((32,), 2, 1, 3, 2, 3),
-    Shape((48, 64), 4, 1, 5, 2, 1),
-    Shape((48, 128), 2, 2, 3, 2, 1),
-    Shape((144, 192, 256), 2, 1, 5, 1, 1),
+    alike(Shape((16,), 2, 1, 4, 2, 3)),
+    alike(Shape((32,), 2, 1, 3, 2, 3)),
+    alike(Shape((48, 64), 4, 1, 5, 2, 1)),
+    alike(Shape((48, 128), 2, 2, 3, 2, 1)),
+    alike(Shape((144, 192, 256), 2, 1, 5, 1, 1)),
 )
 """Of 4-bit codes, from small to large; none spills (tests/moe/test_wgmma_compiles.py)."""
 E4M3_SHAPES = (
-    Shape((16,), 2, 1, 3, 2, 3),
-    Shape((32,), 2, 1, 4, 2, 2),
-    Shape((48, 64), 4, 1, 3, 2, 1),
-    Shape((80, 128), 2, 2, 5, 1, 1),
-    Shape((144, 192, 256), 2, 1, 4, 1, 1),
+    alike(Shape((16,), 2, 1, 3, 2, 3)),
+    alike(Shape((32,), 2, 1, 4, 2, 2)),
+    alike(Shape((48, 64), 4, 1, 3, 2, 1)),
+    (Shape((64, 72, 80, 96, 128), 2, 1, 4, 2, 1), Shape((80, 128), 2, 2, 5, 1, 1)),
+    alike(Shape((144, 192, 256), 2, 1, 4, 1, 1)),
 )
 """Of FP8, whose units are twice as large."""
 TOGETHER = 8
@@ -94,15 +101,15 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def shapes_for(format: Format) -> tuple[Shape, ...]:
+def shapes_for(format: Format) -> tuple[Pair, ...]:
     """From small to large."""
     return E4M3_SHAPES if format.element is Element.E4M3 else SHAPES
 
 
-def shape_for(format: Format, slots: int, experts: int) -> Shape:
+def shape_for(format: Format, slots: int, experts: int) -> Pair:
     """By the rows of an average expert and a third as many again."""
     shapes = shapes_for(format)
-    return next((shape for shape in shapes if 1.35 * slots / experts <= shape.most), shapes[-1])
+    return next((pair for pair in shapes if 1.35 * slots / experts <= pair[0].most), shapes[-1])
 
 
 def source(shape: Shape) -> str:
@@ -174,20 +181,20 @@ def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, work
     if not tokens:
         return
     top_k, slots = routed.ids_TK.shape[1], routed.ids_TK.numel()
-    shape = shape_for(problem.weights, slots, problem.local_experts)
-    blocks = _list(problem, routed.ids_TK, shape, workspace)
-    rows = blocks.experts.numel() * shape.most
+    first, second = shape_for(problem.weights, slots, problem.local_experts)
+    blocks = _list(problem, routed.ids_TK, first.most, workspace)
+    rows = blocks.experts.numel() * first.most
     x = workspace.take("wgmma rows", (rows, problem.hidden), x_TD.dtype)
     inner = workspace.take("wgmma inner", (rows, problem.inner), x_TD.dtype)
     y_SD = workspace.take("wgmma slots", (slots, problem.hidden), x_TD.dtype)
     taken = workspace.take("wgmma items taken", (2,), torch.int32)
     chunks = problem.hidden // CHUNK
-    counts = (ctypes.c_int(value) for value in (shape.most, top_k, chunks, rows))
+    counts = (ctypes.c_int(value) for value in (first.most, top_k, chunks, rows))
     arrange().launch(
         (-(-chunks // 8), blocks.experts.numel()), 256, (x_TD, blocks.slots, blocks.experts, x, taken, *counts)
     )
-    _product(layer, shape, True, x, blocks, routed.weights_TK, inner, taken[:1])
-    _product(layer, shape, False, inner, blocks, routed.weights_TK, y_SD, taken[1:])
+    _product(layer, first, True, x, blocks, routed.weights_TK, inner, taken[:1])
+    _product(layer, second, False, inner, blocks, routed.weights_TK, y_SD, taken[1:])
     width = min(1024, 1 << (problem.hidden - 1).bit_length())
     triton_experts.combine_kernel[(tokens, -(-problem.hidden // width))](
         y_SD,
@@ -203,11 +210,11 @@ def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, work
     )
 
 
-def _list(problem: MoEProblem, ids_TK: Tensor, shape: Shape, workspace: Workspace) -> Blocks:
+def _list(problem: MoEProblem, ids_TK: Tensor, rows: int, workspace: Workspace) -> Blocks:
     slots = ids_TK.numel()
-    number = min(slots, problem.local_experts + slots // shape.most)
+    number = min(slots, problem.local_experts + slots // rows)
     blocks = Blocks(
-        workspace.take("wgmma block slots", (number, shape.most), torch.int32),
+        workspace.take("wgmma block slots", (number, rows), torch.int32),
         workspace.take("wgmma block experts", (number,), torch.int32),
     )
     list_blocks(problem, ids_TK, blocks.slots, blocks.experts, workspace)
