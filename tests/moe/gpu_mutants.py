@@ -56,11 +56,17 @@ TRITON = {
     "tokens scaled as another": ("w8a8", "tokens_M * tl.cdiv(D, SPAN)", "0 * tokens_M"),
 }
 """By bug: the problem that must show it, what stands in the source, and the bug."""
-DECODE = {
+E2M1 = {
     "rows under each other's scale": ("(w << 3) & (SIGN | REST), scale1", "(w << 3) & (SIGN | REST), scale0"),
     "sign lost": ("((w << 6) & REST) | ((w << 2) & SIGN)", "((w << 6) & REST)"),
+    "up scaled as gate": ("2 * expert + (row >= rows / 2)", "2 * expert"),
+}
+E4M3 = {
+    "sign lost": ("((w << 8) & SIGN) | ((w << 4) & REST)", "((w << 4) & REST)"),
+    "rows exchanged": ("pairs(rows[1], a[1], a[3]);", "pairs(rows[0], a[1], a[3]);"),
+}
+DECODE = {
     "a warp's part not added": ("sum.x += more.x;", "sum.x += k == 1 ? 0.0f : more.x;"),
-    "gate scaled as up": ("tensor_scales[2 * (int)expert])", "tensor_scales[2 * (int)expert + 1])"),
     "last slot not summed": (
         "for (int k = 0; k < SUMMED; ++k) {\n        if",
         "for (int k = 0; k < SUMMED - 1; ++k) {\n        if",
@@ -68,17 +74,20 @@ DECODE = {
     "not weighted": ("v *= weights[slot];", "v *= 1.0f;"),
     "another token's row": ("(slot / TOP_K) * COLUMNS", "(slot % TOP_K) * COLUMNS"),
 }
+DECODE_E4M3 = {"first rows' scale for all": ("unit_sums[n][i] * now[r].scale(i)", "unit_sums[n][i] * now[r].scale(0)")}
 WGMMA = {
-    "rows under each other's scale": ("(w << 3) & (SIGN | REST), scale1", "(w << 3) & (SIGN | REST), scale0"),
-    "sign lost": ("((w << 6) & REST) | ((w << 2) & SIGN)", "((w << 6) & REST)"),
     "every tile the first": ("min(tile + m, sizes.tiles - 1)", "tile"),
-    "gate scaled as up": ("FIRST ? 2 * expert + lane : expert", "FIRST ? 2 * expert : expert"),
     "not weighted": ("routing_weights[next.slots[i]] : 0.0f", "1.0f : 0.0f"),
     "units not swizzled": ("(column / 8 ^ token) % 8", "column / 8 % 8"),
+    "gathered rows not swizzled": ("((unit ^ row % 8) << 4)", "(unit << 4)"),
+    "another token's row": ("max(next.slots[i], 0) / sizes.top_k", "max(next.slots[i], 0) % sizes.top_k"),
     "the next chunk's token rows": ("rows + d * (ROW_BYTES / 16)", "rows"),
 }
-ARRANGE = {
-    "another token's row": ("(slot[i] / top_k)", "(slot[i] % top_k)"),
+WGMMA_E4M3 = {
+    "stages under the first scale": ("scales[m] = now;", "if (start == 0) scales[m] = now;"),
+    "first rows' scale for all": ("by[m].x : by[m].y", "by[m].x : by[m].x"),
+}
+REORDER = {
     "columns as they are stored": (
         "words[0], words[8], words[16], words[24]",
         "words[0], words[1], words[2], words[3]",
@@ -100,8 +109,10 @@ PROBLEMS = {
     "fp8-block": small(FP8_BLOCK),
     "w8a8": small(FP8_BLOCK, inner=192),
 }
-CUDA = problem(hidden=256, inner=256, experts=4, top_k=3, weights=NVFP4, dtype="bf16")
-"""What the kernels in CUDA compute: several chunks of columns in both products."""
+CUDA, CUDA_E4M3 = (
+    problem(hidden=256, inner=256, experts=4, top_k=3, weights=format, dtype="bf16") for format in (NVFP4, FP8_BLOCK)
+)
+"""What the kernels in CUDA compute: several chunks of columns, and blocks of FP8, in both products."""
 TOKENS = 9
 
 
@@ -165,19 +176,26 @@ def main() -> None:
         return
     from muster.moe.kernels import decode_layer, wgmma_layer
 
-    for backend_name, layer, attribute, mutants in (
-        ("decode", decode_layer, "SOURCE", DECODE),
-        ("wgmma", wgmma_layer, "SOURCE", WGMMA),
-        ("wgmma", wgmma_layer, "ARRANGE", ARRANGE),
+    for backend_name, layer, attribute, given, mutants in (
+        ("decode", decode_layer, "SHARED", CUDA, E2M1),
+        ("decode", decode_layer, "SHARED", CUDA_E4M3, E4M3),
+        ("decode", decode_layer, "SOURCE", CUDA, DECODE),
+        ("decode", decode_layer, "SOURCE", CUDA_E4M3, DECODE_E4M3),
+        ("wgmma", wgmma_layer, "SHARED", CUDA, E2M1),
+        ("wgmma", wgmma_layer, "SHARED", CUDA_E4M3, E4M3),
+        ("wgmma", wgmma_layer, "SOURCE", CUDA, WGMMA),
+        ("wgmma", wgmma_layer, "SOURCE", CUDA_E4M3, WGMMA_E4M3),
+        ("wgmma", wgmma_layer, "REORDER", CUDA, REORDER),
     ):
         source = getattr(layer, attribute)
         for bug, change in {"as it is": ("", ""), **mutants}.items():
             number += 1
             setattr(layer, attribute, mutated(source, *change, folder, number) if bug in mutants else source)
-            for kernel in (decode_layer.compiled, wgmma_layer.product, wgmma_layer.arrange):
+            for kernel in (decode_layer.compiled, wgmma_layer.product, wgmma_layer.reorder):
                 kernel.cache_clear()
-            found = accepted(backend_name, CUDA, device)
-            sys.stdout.write(json.dumps([f"{backend_name} {source.name}", bug, found]) + "\n")
+            found = accepted(backend_name, given, device)
+            name = f"{backend_name} {source.name}, {given.weights.name}"
+            sys.stdout.write(json.dumps([name, bug, found]) + "\n")
         setattr(layer, attribute, source)
 
 

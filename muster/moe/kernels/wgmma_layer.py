@@ -20,7 +20,7 @@ from muster.moe.kernels.triton_blocks import Blocks, list_blocks
 from muster.moe.problem import MoEProblem
 from muster.workspace import Workspace
 
-SHARED, SOURCE, ARRANGE = (Path(__file__).with_name(name) for name in ("fragments.cu", "wgmma.cu", "arrange.cu"))
+SHARED, SOURCE, REORDER = (Path(__file__).with_name(name) for name in ("fragments.cu", "wgmma.cu", "reorder.cu"))
 TARGET = "90a"
 """`wgmma` exists for this architecture alone (PTX ISA, "wgmma.mma_async")."""
 
@@ -74,16 +74,16 @@ def alike(shape: Shape) -> tuple[Shape, Shape]:
 Pair = tuple[Shape, Shape]
 """Of gate_up and of down, for blocks of as many rows."""
 SHAPES = (
-    alike(Shape((16,), 2, 1, 4, 2, 3)),
+    alike(Shape((16,), 2, 2, 4, 2, 2)),
     alike(Shape((32,), 2, 1, 3, 2, 3)),
     alike(Shape((48, 64), 4, 1, 5, 2, 1)),
-    alike(Shape((48, 128), 2, 2, 3, 2, 1)),
+    alike(Shape((80, 128), 2, 2, 3, 2, 1)),
     alike(Shape((144, 192, 256), 2, 1, 5, 1, 1)),
 )
 """Of 4-bit codes, from small to large; none spills (tests/moe/test_wgmma_compiles.py)."""
 E4M3_SHAPES = (
     alike(Shape((16,), 2, 1, 3, 2, 3)),
-    alike(Shape((32,), 2, 1, 4, 2, 2)),
+    (Shape((32,), 4, 1, 4, 2, 1), Shape((32,), 2, 1, 2, 2, 3)),
     alike(Shape((48, 64), 4, 1, 3, 2, 1)),
     (Shape((64, 72, 80, 96, 128), 2, 1, 4, 2, 1), Shape((80, 128), 2, 2, 5, 1, 1)),
     alike(Shape((144, 192, 256), 2, 1, 4, 1, 1)),
@@ -97,7 +97,7 @@ class _Sizes(ctypes.Structure):
     """`Sizes` of the kernel."""
 
     _fields_ = tuple(
-        (name, ctypes.c_int) for name in ("chunks", "tiles", "width", "blocks", "together", "rows", "items")
+        (name, ctypes.c_int) for name in ("chunks", "tiles", "width", "blocks", "together", "rows", "items", "top_k")
     )
 
 
@@ -151,9 +151,9 @@ def product(shape: Shape, flags: tuple[str, ...], shared: int) -> Kernel:
 
 
 @cache
-def arrange() -> Kernel:
+def reorder() -> Kernel:
     """The kernel that puts columns into the order of the fragments."""
-    return Kernel.of(ARRANGE.read_text(), "arrange", ())
+    return Kernel.of(REORDER.read_text(), "reorder", ())
 
 
 @cache
@@ -184,15 +184,12 @@ def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, work
     first, second = shape_for(problem.weights, slots, problem.local_experts)
     blocks = _list(problem, routed.ids_TK, first.most, workspace)
     rows = blocks.experts.numel() * first.most
-    x = workspace.take("wgmma rows", (rows, problem.hidden), x_TD.dtype)
+    x = workspace.take("wgmma tokens", tuple(x_TD.shape), x_TD.dtype)
     inner = workspace.take("wgmma inner", (rows, problem.inner), x_TD.dtype)
     y_SD = workspace.take("wgmma slots", (slots, problem.hidden), x_TD.dtype)
     taken = workspace.take("wgmma items taken", (2,), torch.int32)
-    chunks = problem.hidden // CHUNK
-    counts = (ctypes.c_int(value) for value in (first.most, top_k, chunks, rows))
-    arrange().launch(
-        (-(-chunks // 8), blocks.experts.numel()), 256, (x_TD, blocks.slots, blocks.experts, x, taken, *counts)
-    )
+    units = x.nbytes // 16
+    reorder().launch((-(-units // 256), 1), 256, (x_TD, x, taken, ctypes.c_int(units)))
     _product(layer, first, True, x, blocks, routed.weights_TK, inner, taken[:1])
     _product(layer, second, False, inner, blocks, routed.weights_TK, y_SD, taken[1:])
     width = min(1024, 1 << (problem.hidden - 1).bit_length())
@@ -236,7 +233,8 @@ def _product(
     items = number * -(-matrix.tiles // shape.all_tiles)
     width = problem.inner if first else problem.hidden
     together = TOGETHER if number > problem.local_experts else 1
-    sizes = _Sizes(matrix.chunks, matrix.tiles, width, number, together, number * shape.most, items)
+    rows, top_k = number * shape.most, weights.shape[1]
+    sizes = _Sizes(matrix.chunks, matrix.tiles, width, number, together, rows, items, top_k)
     given = constants(problem, shape, first=first)
     kernel = product(shape, options(given), shape.shared(given["UNIT"], first=first))
     tensors = matrix.units, matrix.tensor_scales, weights if bias is None else bias, weights, out, taken
