@@ -79,15 +79,14 @@ WGMMA = {
     "every tile the first": ("min(tile + m, sizes.tiles - 1)", "tile"),
     "not weighted": ("routing_weights[next.slots[i]] : 0.0f", "1.0f : 0.0f"),
     "units not swizzled": ("(column / 8 ^ token) % 8", "column / 8 % 8"),
-    "gathered rows not swizzled": ("((unit ^ row % 8) << 4)", "(unit << 4)"),
-    "another token's row": ("max(next.slots[i], 0) / sizes.top_k", "max(next.slots[i], 0) % sizes.top_k"),
     "the next chunk's token rows": ("rows + d * (ROW_BYTES / 16)", "rows"),
 }
 WGMMA_E4M3 = {
     "stages under the first scale": ("scales[m] = now;", "if (start == 0) scales[m] = now;"),
     "first rows' scale for all": ("by[m].x : by[m].y", "by[m].x : by[m].x"),
 }
-REORDER = {
+ARRANGE = {
+    "another token's row": ("(slot[i] / top_k)", "(slot[i] % top_k)"),
     "columns as they are stored": (
         "words[0], words[8], words[16], words[24]",
         "words[0], words[1], words[2], words[3]",
@@ -185,13 +184,13 @@ def main() -> None:
         ("wgmma", wgmma_layer, "SHARED", CUDA_E4M3, E4M3),
         ("wgmma", wgmma_layer, "SOURCE", CUDA, WGMMA),
         ("wgmma", wgmma_layer, "SOURCE", CUDA_E4M3, WGMMA_E4M3),
-        ("wgmma", wgmma_layer, "REORDER", CUDA, REORDER),
+        ("wgmma", wgmma_layer, "ARRANGE", CUDA, ARRANGE),
     ):
         source = getattr(layer, attribute)
         for bug, change in {"as it is": ("", ""), **mutants}.items():
             number += 1
             setattr(layer, attribute, mutated(source, *change, folder, number) if bug in mutants else source)
-            for kernel in (decode_layer.compiled, wgmma_layer.product, wgmma_layer.reorder):
+            for kernel in (decode_layer.compiled, wgmma_layer.product, wgmma_layer.arrange):
                 kernel.cache_clear()
             found = accepted(backend_name, given, device)
             name = f"{backend_name} {source.name}, {given.weights.name}"

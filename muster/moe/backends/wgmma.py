@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @register_fused_func("wgmma")
 class Wgmma(FusedFunc["FragmentLayer"]):
-    """Lists of slots, columns re-ordered, gate_up with activation, down with routing weight, combine."""
+    """Lists of slots, tokens re-ordered, gate_up with activation, down with routing weight, combine."""
 
     facts = Facts(
         devices=frozenset({"9.0"}),
@@ -41,7 +41,7 @@ class Wgmma(FusedFunc["FragmentLayer"]):
         hidden_multiple=64,
         inner_multiple=64,
         packages=(Package("triton", ">=3.6"), Package("torch", ">=2.9")),
-        kernels=("list_kernel", "reorder", "expert_product", "combine_kernel"),
+        kernels=("list_kernel", "arrange", "expert_product", "combine_kernel"),
         rounding=Rounding(inner=Grid.BF16, weighted=Grid.BF16),
     )
 

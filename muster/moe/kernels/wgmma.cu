@@ -1,8 +1,8 @@
 // One product of an expert layer for many rows per expert, 4-bit or FP8 weights, bf16 activations, Hopper's `wgmma`.
 //
 // Programs stay, and take one item after another: a block of token rows times TILES tiles of 64 weight rows. A warp of its
-// own copies ahead, into the next item too: units of weights (fragments.py), in bulk, and, of 64 columns, the token rows of
-// the block: gate_up gathers them, for down they lie together as gate_up wrote them. Each warp of the warpgroups that multiply holds 16 of the
+// own copies ahead, in bulk, into the next item too: units of weights (fragments.py) and, of 64 columns, the token rows of
+// the block, which lie together as `arrange` or gate_up put them. Each warp of the warpgroups that multiply holds 16 of the
 // 64 weight rows of a tile and decodes each fragment, the left operand, into registers while the tensor cores still
 // multiply the one before; the right operand is the token rows in shared memory, in the 128-byte swizzle.
 //
@@ -17,7 +17,7 @@ constexpr int ROW_BYTES = MOST * 128, ROWS_ROOM = STAGES * DEPTH * ROW_BYTES, CO
 constexpr int SLICE = MOST < 64 ? MOST : 64, OUT = MT * (FIRST ? 32 : 64), OUT_BYTES = OUT * 2 + 16;
 
 struct Sizes {
-    int chunks, tiles, width, blocks, together, rows, items, top_k;
+    int chunks, tiles, width, blocks, together, rows, items;
 };
 
 __device__ __forceinline__ unsigned packed(float low, float high) {
@@ -63,15 +63,6 @@ __device__ __forceinline__ void copy(unsigned to, const void* from, unsigned byt
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-#if FIRST
-__device__ __forceinline__ void gather(unsigned to, const char* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Arrives when all that this thread has gathered is there.
-__device__ __forceinline__ void release_gathered(unsigned at) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
-}
-#endif
 // Down starts early: what gate_up writes is read after this.
 __device__ __forceinline__ void await() {
 #if !FIRST
@@ -101,9 +92,6 @@ struct Item {
     int expert, tile, row, count;  // expert: -1 after the last item; row: the block's first among all
     float scales[2];               // to multiply by where all rows have one: of gate and of up, or twice of down
     int slots[MOST];
-#if FIRST
-    unsigned tokens[MOST];  // where the slots' tokens are, in units of 16 bytes
-#endif
     float weights[MOST];
 };
 
@@ -137,51 +125,35 @@ struct Next {
     }
 };
 
-// The copying warp: the stages of an item, each as soon as all warpgroups are done with its place.
+// The copying lane: the stages of an item, each as soon as all warpgroups are done with its place.
 struct Supplier {
     Shared& shared;
     const unsigned memory;
     int stage = 0, phase = 1;  // an empty place that nothing was in yet is as if the phase before had ended
 
-    __device__ __forceinline__ void supply(const char* units, const char* x, const Item& item, const Sizes& sizes) {
-        const int lane = threadIdx.x % 32, tile = item.tile, count = item.count;
+    __device__ __forceinline__ void supply(const char* units, const char* rows, int tile, int count, const Sizes& sizes) {
         const char* from[TILES];
 #pragma unroll
         for (int m = 0; m < TILES; ++m) from[m] = units + (long long)min(tile + m, sizes.tiles - 1) * (sizes.chunks * UNIT);
-        for (int start = 0; start < sizes.chunks; start += DEPTH) {
-            const int chunks = min(sizes.chunks - start, DEPTH);
+        const long long step = (long long)sizes.rows * 128;
+        for (int left = sizes.chunks; left > 0; left -= DEPTH) {
+            const int chunks = min(left, DEPTH);
             const unsigned full = place(shared.full) + stage * 8;
             wait(place(shared.empty) + stage * 8, phase);
-            if (lane == 0) {
-                expect(full, chunks * (TILES * UNIT + (FIRST ? 0 : count * 128)));
+            expect(full, chunks * (TILES * UNIT + count * 128));
 #pragma unroll
-                for (int m = 0; m < TILES; ++m)
-                    copy(memory + ROWS_ROOM + (stage * TILES + m) * (DEPTH * UNIT), from[m] + start * UNIT, chunks * UNIT, full);
+            for (int m = 0; m < TILES; ++m) {
+                copy(memory + ROWS_ROOM + (stage * TILES + m) * (DEPTH * UNIT), from[m], chunks * UNIT, full);
+                from[m] += DEPTH * UNIT;
             }
             await();  // the weights need not wait for the kernel before
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
-                if (d < chunks) supply_rows(memory + (stage * DEPTH + d) * ROW_BYTES, x, item, start + d, full, sizes);
+                if (d < chunks) copy(memory + (stage * DEPTH + d) * ROW_BYTES, rows, count * 128, full);
+                rows += step;
             }
-#if FIRST
-            release_gathered(full);
-#endif
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
-    }
-
-    // The rows of a block, 64 columns of them.
-    __device__ __forceinline__ void supply_rows(unsigned to, const char* x, const Item& item, int chunk, unsigned full,
-                                                const Sizes& sizes) {
-        const int lane = threadIdx.x % 32;
-#if FIRST
-        const unsigned unit = lane % 8;
-#pragma unroll 4
-        for (int row = lane / 8; row < item.count; row += 4)
-            gather(to + row * 128 + ((unit ^ row % 8) << 4), x + (size_t)(item.tokens[row] + chunk * 8 + unit) * 16);
-#else
-        if (lane == 0) copy(to, x + ((long long)chunk * sizes.rows + item.row) * 128, item.count * 128, full);
-#endif
     }
 };
 
@@ -208,9 +180,6 @@ __device__ __forceinline__ void supply(Shared& shared, unsigned memory, const ch
             const int at = i * 32 + lane;
             if (at < MOST) {
                 now.slots[at] = next.slots[i];
-#if FIRST
-                now.tokens[at] = max(next.slots[i], 0) / sizes.top_k * sizes.chunks * 8;
-#endif
                 now.weights[at] = WEIGH && next.expert >= 0 && next.slots[i] >= 0 ? routing_weights[next.slots[i]] : 0.0f;
             }
             count += __popc(__ballot_sync(~0u, at < MOST && next.slots[i] >= 0));
@@ -225,7 +194,7 @@ __device__ __forceinline__ void supply(Shared& shared, unsigned memory, const ch
         // Not earlier: programs of `down` that found room here would only wait, and take turns from these.
         if (!next.more) asm volatile("griddepcontrol.launch_dependents;");
         const char* weights = units + (long long)expert * sizes.tiles * sizes.chunks * UNIT;
-        supplier.supply(weights, x, now, sizes);
+        if (lane == 0) supplier.supply(weights, x + (long long)row * 128, tile, count, sizes);
         __syncwarp();
     }
 }
@@ -264,8 +233,6 @@ struct Words {
 
     __device__ __forceinline__ void load(const Cursor& at) {
         wait(at.full + at.stage * 8, at.phase);
-        // What threads gathered the tensor cores must see.
-        if constexpr (FIRST) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
@@ -466,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) make_barrier(place(&shared.full[s]), FIRST ? 33 : 1), make_barrier(place(&shared.empty[s]), GROUPS);
+        for (int s = 0; s < STAGES; ++s) make_barrier(place(&shared.full[s]), 1), make_barrier(place(&shared.empty[s]), GROUPS);
         for (int i = 0; i < 2; ++i) make_barrier(place(&shared.ready[i]), 1), make_barrier(place(&shared.done[i]), GROUPS);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }

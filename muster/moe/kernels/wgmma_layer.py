@@ -20,7 +20,7 @@ from muster.moe.kernels.triton_blocks import Blocks, list_blocks
 from muster.moe.problem import MoEProblem
 from muster.workspace import Workspace
 
-SHARED, SOURCE, REORDER = (Path(__file__).with_name(name) for name in ("fragments.cu", "wgmma.cu", "reorder.cu"))
+SHARED, SOURCE, ARRANGE = (Path(__file__).with_name(name) for name in ("fragments.cu", "wgmma.cu", "arrange.cu"))
 TARGET = "90a"
 """`wgmma` exists for this architecture alone (PTX ISA, "wgmma.mma_async")."""
 
@@ -97,7 +97,7 @@ class _Sizes(ctypes.Structure):
     """`Sizes` of the kernel."""
 
     _fields_ = tuple(
-        (name, ctypes.c_int) for name in ("chunks", "tiles", "width", "blocks", "together", "rows", "items", "top_k")
+        (name, ctypes.c_int) for name in ("chunks", "tiles", "width", "blocks", "together", "rows", "items")
     )
 
 
@@ -151,9 +151,9 @@ def product(shape: Shape, flags: tuple[str, ...], shared: int) -> Kernel:
 
 
 @cache
-def reorder() -> Kernel:
+def arrange() -> Kernel:
     """The kernel that puts columns into the order of the fragments."""
-    return Kernel.of(REORDER.read_text(), "reorder", ())
+    return Kernel.of(ARRANGE.read_text(), "arrange", ())
 
 
 @cache
@@ -184,12 +184,15 @@ def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, work
     first, second = shape_for(problem.weights, slots, problem.local_experts)
     blocks = _list(problem, routed.ids_TK, first.most, workspace)
     rows = blocks.experts.numel() * first.most
-    x = workspace.take("wgmma tokens", tuple(x_TD.shape), x_TD.dtype)
+    x = workspace.take("wgmma rows", (rows, problem.hidden), x_TD.dtype)
     inner = workspace.take("wgmma inner", (rows, problem.inner), x_TD.dtype)
     y_SD = workspace.take("wgmma slots", (slots, problem.hidden), x_TD.dtype)
     taken = workspace.take("wgmma items taken", (2,), torch.int32)
-    units = x.nbytes // 16
-    reorder().launch((-(-units // 256), 1), 256, (x_TD, x, taken, ctypes.c_int(units)))
+    chunks = problem.hidden // CHUNK
+    counts = (ctypes.c_int(value) for value in (first.most, top_k, chunks, rows))
+    arrange().launch(
+        (-(-chunks // 8), blocks.experts.numel()), 256, (x_TD, blocks.slots, blocks.experts, x, taken, *counts)
+    )
     _product(layer, first, True, x, blocks, routed.weights_TK, inner, taken[:1])
     _product(layer, second, False, inner, blocks, routed.weights_TK, y_SD, taken[1:])
     width = min(1024, 1 << (problem.hidden - 1).bit_length())
@@ -233,8 +236,7 @@ def _product(
     items = number * -(-matrix.tiles // shape.all_tiles)
     width = problem.inner if first else problem.hidden
     together = TOGETHER if number > problem.local_experts else 1
-    rows, top_k = number * shape.most, weights.shape[1]
-    sizes = _Sizes(matrix.chunks, matrix.tiles, width, number, together, rows, items, top_k)
+    sizes = _Sizes(matrix.chunks, matrix.tiles, width, number, together, number * shape.most, items)
     given = constants(problem, shape, first=first)
     kernel = product(shape, options(given), shape.shared(given["UNIT"], first=first))
     tensors = matrix.units, matrix.tensor_scales, weights if bias is None else bias, weights, out, taken
