@@ -23,21 +23,18 @@ BLOCKS = {
 formats = pytest.mark.parametrize("format", [NVFP4, MXFP4, FP8_BLOCK, FP8_CHANNEL], ids=lambda entry: entry.name)
 
 
-def made(format, blocks, target, *, first):
+def made(format, blocks, target, *, first, inner=1024):
     columns, count, listed = BLOCKS[blocks]
-    return build(source(), str(target), constants(layer(format), columns, count, 10, listed=listed, first=first))
-
-
-def layer(format):
-    return MoEProblem(4096, 1024, 512, RoutingRule(10), 512, weights=format)
+    layer = MoEProblem(4096, inner, 512, RoutingRule(10), 512, weights=format)
+    return build(source(), str(target), constants(layer, columns, count, 10, listed=listed, first=first))
 
 
 @formats
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_products_spill_nothing_on_any_gpu(format, blocks, capability):
-    for first in (True, False):
-        built = made(format, blocks, capability, first=first)
+    for first, inner in ((True, 1024), (False, 1024), (False, 128)):
+        built = made(format, blocks, capability, first=first, inner=inner)
         assert not built.spilled, built.said
 
 

@@ -6,7 +6,6 @@ sums as down and has the longer epilogue, so down is compiled for 9.0 only.
 
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,8 +95,7 @@ def test_every_shipped_size_fits_into_shared_memory_and_registers(case, capabili
         types, constants, tile = arguments(format, e4m3, sizes, down=kernel is kernels.down_kernel)
         return compiled(kernel, types, constants, capability, tile.warps, tile.stages)
 
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(made, *zip(*wanted, strict=True)))
+    found = [made(kernel, sizes) for kernel, sizes in wanted]
     used = [
         (sizes.rows, k.metadata.shared, stack(k, tmp_path / "k")) for (_, sizes), k in zip(wanted, found, strict=True)
     ]

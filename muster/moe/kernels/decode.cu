@@ -63,7 +63,7 @@ __device__ __forceinline__ void fetch(Codes (&codes)[R], const char* unit, int p
 #if BLOCK_SCALES
         codes[r].scales = __ldg(reinterpret_cast<const float2*>(unit + 4096));
 #elif !E4M3
-        codes[r].scales = stream(reinterpret_cast<const bf16*>(unit + 2048) + (r * 32 + place) / SCALE_SHARE);
+        codes[r].scales = stream(reinterpret_cast<const bf16*>(unit + 2048) + r * (32 / SCALE_SHARE) + place / SCALE_SHARE);
 #endif
     }
 }
@@ -116,8 +116,10 @@ __device__ __forceinline__ int member_slot(const int* slots, int member, int cou
 #endif
 }
 
-// With E4M3 a thread may have the registers of a program that is alone; without, the compiler's choice holds more programs.
-extern "C" __global__ void __launch_bounds__(THREADS, E4M3) expert_product(
+// Programs that must fit on a multiprocessor: few where a thread holds much; 0 is the compiler's choice.
+constexpr int RESIDENT = E4M3;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
     const bf16* __restrict__ x, const long long* __restrict__ ids, const int* __restrict__ slots,
     const int* __restrict__ experts, const char* __restrict__ units,
     const float* __restrict__ tensor_scales, const float* __restrict__ bias, const float* __restrict__ weights,

@@ -42,6 +42,8 @@ class Shape:
 
 MANY_TILES = 4000
 """Tiles of 16 rows from which on there is one for every warp."""
+DEEP = 32
+"""Chunks of columns from which on a warp has enough to do with a part of them."""
 WIDE = {2: Shape(2, 2, 1, 4), 4: Shape(1, 4, 2, 4)}
 """How to cut where a warp multiplies more than eight token rows, by eights."""
 WIDE_E4M3 = {2: Shape(2, 2, 1, 3), 4: Shape(1, 4, 1, 3)}
@@ -62,16 +64,20 @@ def compiled(name: str, flags: tuple[str, ...]) -> Kernel:
 def shape_of(format: Format, blocks: int, tiles: int, chunks: int, columns: int) -> Shape:
     """How to cut a product (measured on an H200, docs/kernel-notes.md).
 
-    A few blocks are spread over all warps there are, else one or two warps stream all columns of a tile.
+    A few blocks are spread over all warps there are, else one or two warps stream all columns of a tile, and of several
+    tiles where columns are few.
     """
     e4m3 = format.element is Element.E4M3
     if columns > 1:
         return (WIDE_E4M3 if e4m3 else WIDE)[columns]
-    ahead = 3 if e4m3 else 4
     if blocks * tiles >= MANY_TILES:
-        return Shape(2, 2, 1, ahead) if chunks >= 32 else Shape(1, 4, 1, ahead)
+        if chunks >= DEEP:
+            return Shape(2, 2, 2, 2) if e4m3 else Shape(2, 2, 1, 4)
+        if e4m3:
+            return Shape(1, 4, 2, 4)
+        return Shape(1, 4, 2 if chunks > 2 else 4, 2)
     across = next(count for count in (8, 4, 2, 1) if chunks >= 4 * count or count == 1)
-    return Shape(across, max(1, 4 // across), 1, ahead)
+    return Shape(across, max(1, 4 // across), 1, 3 if e4m3 else 4)
 
 
 def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace) -> None:
