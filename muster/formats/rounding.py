@@ -33,6 +33,7 @@ class Grid(Enum):
     FP8_TENSOR: e4m3 under the stored activation scale (where none is stored, one).
     FP8_TOKEN: e4m3 under a float32 scale per token. FP8_GROUP: one per token and 128 columns.
     MXFP8: e4m3 under an e8m0 scale per 32 columns.
+    FP8_EIGHTH: e4m3 of an eighth: what NVFP4's block scales make of its codes is 2688 at most.
     NVFP4: e2m1 under an e4m3 scale per 16 columns, that under the stored activation scale (where none is stored, one).
     """
 
@@ -43,6 +44,7 @@ class Grid(Enum):
     FP8_TOKEN = "fp8-token"
     FP8_GROUP = "fp8-group"
     MXFP8 = "mxfp8"
+    FP8_EIGHTH = "fp8-eighth"
     NVFP4 = "nvfp4"
 
 
@@ -52,6 +54,7 @@ class Rounding:
 
     Attributes:
         weights: the decoded weights, all scales but the tensor scale applied, before they are multiplied.
+        first_weights: the same of the first product alone.
         input: the tokens, before the first product.
         product: the first product with its bias, before the activation function.
         inner: what the activation function gives, before the second product.
@@ -60,6 +63,7 @@ class Rounding:
     """
 
     weights: Grid = Grid.NONE
+    first_weights: Grid = Grid.NONE
     input: Grid = Grid.NONE
     product: Grid = Grid.NONE
     inner: Grid = Grid.NONE
@@ -122,6 +126,8 @@ def activation_scale(matrix: QuantMatrix) -> Tensor | None:
 def _fp8(values: Tensor, grid: Grid, scale: Tensor | None) -> Tensor:
     if grid is Grid.FP8_TENSOR:
         return _through_e4m3(values, values.new_ones(()) if scale is None else scale)
+    if grid is Grid.FP8_EIGHTH:
+        return _through_e4m3(values, values.new_tensor(8.0))
     if grid is Grid.FP8_TOKEN:
         return _through_e4m3(values, quotient(values.abs().amax(-1, keepdim=True), E4M3_MAX))
     groups = _groups(values, 128)

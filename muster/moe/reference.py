@@ -86,7 +86,8 @@ def activate(activation: Activation, gate_up: Tensor) -> Tensor:
 
 
 def _expert(activation: Activation, weights: ExpertWeights, local: int, x: Tensor, rounding: Rounding) -> Tensor:
-    product = _linear(x, weights.gate_up[local], weights.gate_up_bias, local, rounding.input, rounding.weights)
+    grid = rounding.weights if rounding.first_weights is Grid.NONE else rounding.first_weights
+    product = _linear(x, weights.gate_up[local], weights.gate_up_bias, local, rounding.input, grid)
     inner = activate(activation, round_to(product, rounding.product))
     rows = _linear(inner, weights.down[local], weights.down_bias, local, rounding.inner, rounding.weights)
     return round_to(rows, rounding.rows)

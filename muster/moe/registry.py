@@ -25,6 +25,8 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "triton_w8a8": "muster.moe.backends.triton_w8a8",
         "decode": "muster.moe.backends.decode",
         "wgmma": "muster.moe.backends.wgmma",
+        "wgmma_w8a8": "muster.moe.backends.wgmma_w8a8",
+        "wgmma_w4a8": "muster.moe.backends.wgmma_w4a8",
     }
 )
 

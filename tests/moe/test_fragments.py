@@ -1,11 +1,14 @@
 """The order of the fragments: what the kernels do with a lane's words, done in torch, gives the weights back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from muster.formats.codec import decode, decode_e2m1, encode
+from muster.formats.rounding import Grid, round_weights
 from muster.formats.spec import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, NVFP4
-from muster.moe.kernels.fragments import Fragments, format_constants
+from muster.moe.kernels.fragments import _BYTES, Fragments, format_constants
 
 SIGN, REST = 0x8000, 0x01C0
 
@@ -108,3 +111,23 @@ def test_a_code_that_is_no_number_shows():
     scales = Fragments.of(matrix, gated=False).tensor_scales
     assert scales[0, 5].isnan()
     assert scales.isnan().sum() == 1
+
+
+def test_codes_that_choose_bytes_are_every_weight_rounded_once():
+    weight = torch.randn(2, 128, 192, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 192)
+    matrix = encode(weight, NVFP4, pieces=2)
+    fragments = Fragments.of(matrix, gated=True, e4m3=True)
+    experts, tiles, chunks = fragments.units.shape[:3]
+    words = fragments.units[..., :2048].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    words = words.view(experts, tiles, chunks, 4, 8, 4, 2, 2)  # warp, g, t, product, half-row
+    scales = fragments.units[..., 2048:].view(experts, tiles, chunks, 4, 8, 4, 1, 2).int()
+    steps = ((1 + (scales & 7) / 8) * torch.exp2((scales >> 3) - 10.0) / 8).double()
+    columns = torch.empty(*words.shape, 2, 4, dtype=torch.float64)
+    for half in range(2):
+        for byte, column in enumerate(_BYTES):
+            magnitude = words >> (16 * half + 4 * byte) & 7
+            sign = words >> (8 * byte + (3 if half else 7)) & 1
+            columns[..., half, column] = decode_e2m1((magnitude | sign << 3).to(torch.uint8)).double() * steps
+    by_tile = columns.permute(0, 1, 3, 7, 4, 2, 5, 6, 8, 9).reshape(experts, tiles * 4, 2, 8, chunks, 64)
+    found = in_rows(by_tile, True).to(torch.float8_e4m3fn).double() * 8
+    assert torch.equal(found, round_weights(replace(matrix, global_scale=None), Grid.FP8_EIGHTH))

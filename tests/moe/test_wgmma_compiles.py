@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("triton")
 
 from muster.formats.spec import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, NVFP4
-from muster.moe.kernels.fragments import format_constants
 from muster.moe.kernels.wgmma_layer import TARGET, constants, shapes_for, source
 from muster.moe.problem import Activation, MoEProblem, RoutingRule
 
@@ -20,6 +19,11 @@ PLAIN = {
     format.name: MoEProblem(4096, 1024, 512, RoutingRule(10), 512, weights=format)
     for format in (NVFP4, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
 }
+E4M3 = [
+    pytest.param(PLAIN[name], first, id=f"{name}, {first.most} rows")
+    for name in ("nvfp4", "fp8-block", "fp8-channel")
+    for first, _ in shapes_for(PLAIN[name].weights, e4m3=True)
+]
 CASES = [
     *((problem, pair) for problem in PLAIN.values() for pair in shapes_for(problem.weights)),
     (GPT_OSS, shapes_for(MXFP4)[1]),
@@ -30,12 +34,21 @@ CASES = [
     ("problem", "pair"), CASES, ids=[f"{problem.weights.name}, {pair[0].most} rows" for problem, pair in CASES]
 )
 def test_every_shape_compiles_without_spills_or_serialised_products_and_its_programs_fit(problem, pair):
-    unit = format_constants(problem.weights)["UNIT"]
     assert pair[0].most == pair[1].most
     for first, shape in zip((True, False), pair, strict=True):
-        built = build(source(shape), TARGET, constants(problem, shape, first=first))
-        assert not built.spilled, built.said
-        assert "serialized" not in built.said
-        (declared,), (registers,) = built.numbers(r"(\d+) bytes smem"), built.numbers(r"Used (\d+) registers")
-        assert (shape.shared(unit, first=first) + declared + 1024) * shape.resident <= SHARED
-        assert registers * shape.threads * shape.resident <= 1 << 16
+        compiles_as_meant(problem, shape, first=first)
+
+
+@pytest.mark.parametrize(("problem", "shape"), E4M3)
+def test_every_shape_for_tokens_in_e4m3_compiles_likewise(problem, shape):
+    compiles_as_meant(problem, shape, first=True, e4m3=True)
+
+
+def compiles_as_meant(problem, shape, **kind):
+    given = constants(problem, shape, **kind)
+    built = build(source(shape, e4m3=kind.get("e4m3", False)), TARGET, given)
+    assert not built.spilled, built.said
+    assert "serialized" not in built.said, built.said
+    (declared,), (registers,) = built.numbers(r"(\d+) bytes smem"), built.numbers(r"Used (\d+) registers")
+    assert (shape.shared(given["UNIT"], **kind) + declared + 1024) * shape.resident <= SHARED
+    assert registers * shape.threads * shape.resident <= 1 << 16

@@ -69,6 +69,7 @@ _GRADES = {
     Grid.FP8_TOKEN: "fp8",
     Grid.FP8_GROUP: "fp8",
     Grid.MXFP8: "fp8",
+    Grid.FP8_EIGHTH: "fp8",
     Grid.NVFP4: "nvfp4",
 }
 

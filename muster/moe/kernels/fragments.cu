@@ -12,6 +12,42 @@ __device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
     return d;
 }
 
+#if A8
+// A lane's share of a unit, 16 columns of rows g and g + 8, as operands of two products of e4m3, 32 columns each: of row g
+// and of row g + 8 four columns, then four more of each.
+#if E4M3
+constexpr int PLANES = 2;
+struct Codes {
+    uint4 words[PLANES];  // of row g, of row g + 8
+#if BLOCK_SCALES
+    float2 scales;
+#endif
+    __device__ __forceinline__ void fragment(int j, const uint2*, unsigned (&a)[4]) const {
+        a[0] = j ? words[0].z : words[0].x;
+        a[1] = j ? words[1].z : words[1].x;
+        a[2] = j ? words[0].w : words[0].y;
+        a[3] = j ? words[1].w : words[1].y;
+    }
+};
+#else
+constexpr int PLANES = 1;
+struct Codes {
+    uint4 words[PLANES];  // of row g and of row g + 8 eight columns, then eight more of each
+    unsigned scales;      // a byte of row g, one of row g + 8
+
+    // Three bits of magnitude choose among the eight bytes of a scale's table; signs lie beside them.
+    static __device__ __forceinline__ void bytes(unsigned w, uint2 table, unsigned& first, unsigned& second) {
+        first = __byte_perm(table.x, table.y, w & 0x7777u) | (w & 0x80808080u);
+        second = __byte_perm(table.x, table.y, w >> 16 & 0x7777u) | (w << 4 & 0x80808080u);
+    }
+
+    __device__ __forceinline__ void fragment(int j, const uint2* tables, unsigned (&a)[4]) const {
+        bytes(j ? words[0].z : words[0].x, tables[scales & 255u], a[0], a[2]);
+        bytes(j ? words[0].w : words[0].y, tables[scales >> 8], a[1], a[3]);
+    }
+};
+#endif
+#else
 // A lane's share of a unit: 16 columns of rows g and g + 8. `fragment` makes its operand of the j-th product of four: of
 // row g and of row g + 8 two columns, then two more of each.
 #if E4M3
@@ -57,6 +93,8 @@ struct Codes {
         a[3] = times(((w >> 3) & REST) | ((w << 1) & SIGN), scale1);
     }
 };
+#endif
+
 #endif
 
 // What to multiply the sums of a row by: `row` of `rows`, which for gate_up are those of gate and then those of up.

@@ -7,7 +7,9 @@ mma.m16n8k16"): the sixteen columns of a product are no neighbours, but what a l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +81,10 @@ class Fragments:
         return self.units.nbytes + self.tensor_scales.nbytes
 
     @staticmethod
-    def of(matrix: QuantMatrix, *, gated: bool) -> Fragments:
+    def of(matrix: QuantMatrix, *, gated: bool, e4m3: bool = False) -> Fragments:
         """The layout, one expert at a time; `gated` puts a gate row and its up row into a warp's rows g and g + 8.
+
+        With `e4m3`, for tokens in e4m3, 4-bit codes lie in another order; FP8 codes do as ever.
 
         A warp's eight gate rows then are those that a lane would take of a chunk of 64 columns, two of each sixteen:
         gate row 16 g // 2 + 2 i + g % 2 of every 64 is the i-th warp's. So what a warp has computed lies together in
@@ -93,17 +97,19 @@ class Fragments:
         pieces = rows if given["ROW_SCALES"] else 2 if gated else 1
         tensor = torch.empty((experts, pieces), dtype=torch.float32, **made)
         units = torch.empty((experts, tiles, chunks, int(given["UNIT"])), dtype=torch.uint8, **made)
-        pack = _pack_e4m3 if given["E4M3"] else _pack_e2m1
+        pack = _pack_e4m3 if given["E4M3"] else partial(_pack_e2m1, arrange=_codes_for_bytes if e4m3 else _codes)
         for expert in range(experts):
             units[expert], tensor[expert] = pack(matrix[expert], gated)
         return Fragments(units, tensor)
 
 
-def _pack_e2m1(matrix: QuantMatrix, gated: bool) -> tuple[Tensor, Tensor]:
+def _pack_e2m1(
+    matrix: QuantMatrix, gated: bool, arrange: Callable[[Tensor, int, int, bool], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Units and tensor scales of one matrix of 4-bit codes."""
     packed, zero, tensor = _scale_bytes(matrix)
     warps, chunks = matrix.shape[0] // 16, matrix.shape[1] // CHUNK
-    codes = _codes(_without_zeros(matrix.codes, zero), warps, chunks, gated)
+    codes = arrange(_without_zeros(matrix.codes, zero), warps, chunks, gated)
     return torch.cat((_in_units(codes.view(torch.uint8)), _in_units(_scales(packed, codes, gated))), -1), tensor
 
 
@@ -148,22 +154,28 @@ def _in_units(by_warp: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FragmentLayer:
-    """An expert layer in this layout, biases in float32."""
+    """An expert layer in this layout, biases in float32.
+
+    Attributes:
+        e4m3: tokens are quantised to e4m3 for the first product.
+    """
 
     problem: MoEProblem
     gate_up: Fragments
     down: Fragments
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    e4m3: bool = False
 
     @staticmethod
-    def of(problem: MoEProblem, weights: ExpertWeights) -> FragmentLayer:
+    def of(problem: MoEProblem, weights: ExpertWeights, *, e4m3: bool = False) -> FragmentLayer:
         """Makes the layout."""
-        gate_up, down = Fragments.of(weights.gate_up, gated=True), Fragments.of(weights.down, gated=False)
-        biases = (
+        gate_up = Fragments.of(weights.gate_up, gated=True, e4m3=e4m3)
+        down = Fragments.of(weights.down, gated=False)
+        gate_up_bias, down_bias = (
             None if bias is None else bias.float().contiguous() for bias in (weights.gate_up_bias, weights.down_bias)
         )
-        return FragmentLayer(problem, gate_up, down, *biases)
+        return FragmentLayer(problem, gate_up, down, gate_up_bias, down_bias, e4m3)
 
     @property
     def nbytes(self) -> int:
@@ -223,6 +235,24 @@ def _codes(codes: Tensor, tiles: int, chunks: int, gated: bool) -> Tensor:
         placed = ((pair >> 3) << sign) | ((pair & 7) << magnitude)
         words |= placed[..., 0] | (placed[..., 1] << 16)
     return words.transpose(1, 2).reshape(tiles, chunks, 32, 4)
+
+
+def _codes_for_bytes(codes: Tensor, tiles: int, chunks: int, gated: bool) -> Tensor:
+    """Four magnitudes choose the bytes of a word; columns in the order of FP8's.
+
+    Of eight codes the first four magnitudes are the lower nibbles, the others the upper ones. Signs are the nibbles'
+    uppermost bits: of the first four those at the ends of bytes, of the others those in their middle.
+    """
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    # half-row, g, chunk, t, product, four columns and four more
+    by_lane = _in_tiles(nibbles, tiles, gated).reshape(tiles, 2, 8, chunks, 4, 2, 2, 4)[..., _BYTES].long()
+    words = torch.zeros(by_lane.shape[:-2], dtype=torch.int64, device=codes.device)
+    for half in range(2):
+        for byte in range(4):
+            code = by_lane[..., half, byte]
+            words |= (code & 7) << (16 * half + 4 * byte)
+            words |= (code >> 3) << (8 * byte + (3 if half else 7))
+    return words.permute(0, 3, 2, 4, 5, 1).reshape(tiles, chunks, 32, 4).to(torch.int32)
 
 
 def _scales(packed: Tensor, codes: Tensor, gated: bool) -> Tensor:

@@ -12,7 +12,10 @@
 
 constexpr bool MANY = MOST >= 128 && GROUPS == 2;  // sums that need registers which the copying warpgroup gives away
 constexpr int WORKERS = GROUPS * 128, THREADS = WORKERS + (MANY ? 128 : 32), TILES = GROUPS * MT;
-constexpr int ROW_BYTES = MOST * 128, ROWS_ROOM = STAGES * DEPTH * ROW_BYTES, CODES_ROOM = STAGES * DEPTH * TILES * UNIT;
+// A row of 128 bytes is 64 columns of bf16 or, with A8, the 128 columns of a stage in e4m3 under one scale.
+constexpr int PER_STAGE = A8 ? 1 : DEPTH, ROW_BYTES = MOST * 128, ROWS_ROOM = STAGES * PER_STAGE * ROW_BYTES;
+constexpr int CODES_ROOM = STAGES * DEPTH * TILES * UNIT, SCALES_ROOM = A8 ? STAGES * MOST * 4 : 0;
+static_assert(!A8 || DEPTH == 2);
 // Results of a warpgroup on their way to memory, SLICE token rows at a time; rows are padded against bank conflicts.
 constexpr int SLICE = MOST < 64 ? MOST : 64, OUT = MT * (FIRST ? 32 : 64), OUT_BYTES = OUT * 2 + 16;
 
@@ -131,7 +134,8 @@ struct Supplier {
     const unsigned memory;
     int stage = 0, phase = 1;  // an empty place that nothing was in yet is as if the phase before had ended
 
-    __device__ __forceinline__ void supply(const char* units, const char* rows, int tile, int count, const Sizes& sizes) {
+    __device__ __forceinline__ void supply(const char* units, const char* rows, const float* token_scales, int tile, int count,
+                                           const Sizes& sizes) {
         const char* from[TILES];
 #pragma unroll
         for (int m = 0; m < TILES; ++m) from[m] = units + (long long)min(tile + m, sizes.tiles - 1) * (sizes.chunks * UNIT);
@@ -140,7 +144,8 @@ struct Supplier {
             const int chunks = min(left, DEPTH);
             const unsigned full = place(shared.full) + stage * 8;
             wait(place(shared.empty) + stage * 8, phase);
-            expect(full, chunks * (TILES * UNIT + count * 128));
+            const int scales = A8 ? (count + 3) / 4 * 16 : 0;
+            expect(full, chunks * TILES * UNIT + (A8 ? 1 : chunks) * count * 128 + scales);
 #pragma unroll
             for (int m = 0; m < TILES; ++m) {
                 copy(memory + ROWS_ROOM + (stage * TILES + m) * (DEPTH * UNIT), from[m], chunks * UNIT, full);
@@ -148,9 +153,13 @@ struct Supplier {
             }
             await();  // the weights need not wait for the kernel before
 #pragma unroll
-            for (int d = 0; d < DEPTH; ++d) {
-                if (d < chunks) copy(memory + (stage * DEPTH + d) * ROW_BYTES, rows, count * 128, full);
+            for (int d = 0; d < PER_STAGE; ++d) {
+                if (d < chunks) copy(memory + (stage * PER_STAGE + d) * ROW_BYTES, rows, count * 128, full);
                 rows += step;
+            }
+            if constexpr (A8) {
+                copy(memory + ROWS_ROOM + CODES_ROOM + stage * MOST * 4, token_scales, scales, full);
+                token_scales += sizes.rows;
             }
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
@@ -158,8 +167,8 @@ struct Supplier {
 };
 
 // The copying warp: of each item what it is, and its stages. After its first item a program takes what none has taken.
-__device__ __forceinline__ void supply(Shared& shared, unsigned memory, const char* x, const int* slots, const int* experts,
-                                       const char* units, const float* tensor_scales, const float* routing_weights, int* taken,
+__device__ __forceinline__ void supply(Shared& shared, unsigned memory, const char* x, const float* token_scales,
+                                       const int* slots, const int* experts, const char* units, const float* tensor_scales, const float* routing_weights, int* taken,
                                        const Sizes& sizes) {
     const int lane = threadIdx.x % 32;
     auto take = [&] {
@@ -194,7 +203,7 @@ __device__ __forceinline__ void supply(Shared& shared, unsigned memory, const ch
         // Not earlier: programs of `down` that found room here would only wait, and take turns from these.
         if (!next.more) asm volatile("griddepcontrol.launch_dependents;");
         const char* weights = units + (long long)expert * sizes.tiles * sizes.chunks * UNIT;
-        if (lane == 0) supplier.supply(weights, x + (long long)row * 128, tile, count, sizes);
+        if (lane == 0) supplier.supply(weights, x + (long long)row * 128, token_scales + row, tile, count, sizes);
         __syncwarp();
     }
 }
@@ -202,7 +211,7 @@ __device__ __forceinline__ void supply(Shared& shared, unsigned memory, const ch
 // Where a warpgroup is in the stages; addresses of its first in shared memory.
 struct Cursor {
     int stage, phase;
-    unsigned rows, codes, scales, full, empty;
+    unsigned rows, codes, scales, token_scales, full, empty;
 
     __device__ __forceinline__ Cursor(Shared& shared, unsigned memory) : stage(0), phase(0) {
         const int mine = threadIdx.x % 128;
@@ -214,6 +223,7 @@ struct Cursor {
 #elif !E4M3
         scales = kept(unit + 2048 + mine / SCALE_SHARE * 2);
 #endif
+        token_scales = memory + ROWS_ROOM + CODES_ROOM;
         full = kept(place(shared.full));
         empty = kept(place(shared.empty));
     }
@@ -275,6 +285,65 @@ __device__ __forceinline__ void rescale(float (&sums)[MT][MOST / 2], const float
 }
 #endif
 
+#if A8
+// Tensor cores keep 14 bits of a sum of FP8 products: a stage's sums begin at nought, and are multiplied by the scales of
+// its columns, of tokens and of blocks of weights, as they are added to the others. While a warpgroup does that another
+// multiplies.
+template <int N>
+__device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int chunks, const uint2* tables) {
+    constexpr int TOGETHER = 4;  // scales are read so many at a time: there are no registers for all
+    float stage_sums[MT][MOST / 2];
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) sums[m][i] = 0.0f;
+    for (int start = 0; start < chunks; start += DEPTH) {
+        const unsigned rows = uniform(at.rows + at.stage * (ROW_BYTES / 16));
+        Words words;
+        words.load(at);
+        unsigned a[DEPTH][2][MT][4];
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int m = 0; m < MT; ++m) words.codes[d][m].fragment(j, tables, a[d][j][m]);
+        arrive();
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+                    multiply<N>(stage_sums[m], a[d][j][m], rows + d * 4 + j * 2, d + j > 0);
+        commit();
+        over<N>(stage_sums);
+        const unsigned scales_at = at.token_scales + at.stage * (MOST * 4) + threadIdx.x % 4 * 8;
+#pragma unroll
+        for (int from = 0; from < N / 8; from += TOGETHER) {
+            float2 scales[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+                if (from + i < N / 8) scales[i] = shared8(scales_at + (from + i) * 32);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        if (from + i >= N / 8) break;
+                        float scale = k % 2 ? scales[i].y : scales[i].x;
+#if BLOCK_SCALES
+                        scale *= k < 2 ? words.codes[0][m].scales.x : words.codes[0][m].scales.y;
+#endif
+                        sums[m][(from + i) * 4 + k] += stage_sums[m][(from + i) * 4 + k] * scale;
+                    }
+        }
+        at.release_stage(at.stage);
+        at.advance();
+    }
+}
+#else
 // Sums of a block: N token rows times this warp's 16 rows of each of its warpgroup's tiles.
 template <int N>
 __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int chunks) {
@@ -334,6 +403,8 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
     at.release_stage(at.stage);
     at.advance();
 }
+
+#endif
 
 __device__ __forceinline__ void transposed(unsigned at, unsigned a, unsigned b) {
     if constexpr (MOST == 8)
@@ -414,17 +485,39 @@ __device__ __forceinline__ void finish(const float (&sums)[MT][MOST / 2], const 
     }
 }
 
+// Of each scale of 4-bit codes the e4m3 codes of an eighth of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times that scale.
+__device__ __forceinline__ void make_tables(uint2* tables) {
+    for (int i = threadIdx.x; i < 256; i += THREADS) {
+        const float scale = i == 0 ? 0.0f : __uint_as_float((i / 8 - 10 + 127) << 23 | i % 8 << 20) * 0.125f;
+        unsigned words[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float at[2][4] = {{0.0f, 0.5f, 1.0f, 1.5f}, {2.0f, 3.0f, 4.0f, 6.0f}};
+            bf16 low, high;
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(at[half][1] * scale), "f"(at[half][0] * scale));
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(at[half][3] * scale), "f"(at[half][2] * scale));
+            words[half] = low | (unsigned)high << 16;
+        }
+        tables[i] = make_uint2(words[0], words[1]);
+    }
+}
+
 // The smallest size that holds the block's rows.
 template <int N, int... LARGER>
-__device__ __forceinline__ void fit(float (&sums)[MT][MOST / 2], int count, Cursor& at, int chunks) {
+__device__ __forceinline__ void fit(float (&sums)[MT][MOST / 2], int count, Cursor& at, int chunks, const uint2* tables) {
     if constexpr (sizeof...(LARGER) > 0) {
-        if (count > N) return fit<LARGER...>(sums, count, at, chunks);
+        if (count > N) return fit<LARGER...>(sums, count, at, chunks, tables);
     }
+#if A8
+    sum<N>(sums, at, chunks, tables);
+#else
     sum<N>(sums, at, chunks);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
-    const char* __restrict__ x, const int* __restrict__ slots, const int* __restrict__ experts, const char* __restrict__ units,
+    const char* __restrict__ x, const float* __restrict__ token_scales, const int* __restrict__ slots,
+    const int* __restrict__ experts, const char* __restrict__ units,
     const float* __restrict__ tensor_scales, const float* __restrict__ bias, const float* __restrict__ weights,
     char* __restrict__ out, int* __restrict__ taken, Sizes sizes) {
     extern __shared__ __align__(1024) char memory[];
@@ -437,22 +530,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
         for (int i = 0; i < 2; ++i) make_barrier(place(&shared.ready[i]), 1), make_barrier(place(&shared.done[i]), GROUPS);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
+    __shared__ uint2 tables[A8 && !E4M3 ? 256 : 1];
+    if constexpr (A8 && !E4M3) make_tables(tables);
     __syncthreads();
     // What one gives the others take: of 168 registers for each at the start. Were it less, they would wait for ever.
     static_assert(!MANY || 64 * 128 + 216 * WORKERS <= 168 * THREADS);
     if (threadIdx.x >= WORKERS) {
         if constexpr (MANY) asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-        if (threadIdx.x < WORKERS + 32) supply(shared, place(memory), x, slots, experts, units, tensor_scales, weights, taken, sizes);
+        if (threadIdx.x < WORKERS + 32) supply(shared, place(memory), x, token_scales, slots, experts, units, tensor_scales, weights, taken, sizes);
     } else {
         if constexpr (MANY) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-        const char* staged = memory + ROWS_ROOM + CODES_ROOM + threadIdx.x / 128 * (SLICE * OUT_BYTES);
+        const char* staged = memory + ROWS_ROOM + CODES_ROOM + SCALES_ROOM + threadIdx.x / 128 * (SLICE * OUT_BYTES);
         Cursor at(shared, place(memory));
         for (int n = 0;; ++n) {
             wait(place(&shared.ready[n % 2]), n / 2 % 2);
             const Item& item = shared.items[n % 2];
             if (uniform(item.expert) < 0) break;
             float sums[MT][MOST / 2];
-            fit<SIZES>(sums, uniform(item.count), at, sizes.chunks);
+            fit<SIZES>(sums, uniform(item.count), at, sizes.chunks, tables);
             finish(sums, item, sizes, tensor_scales, bias, out, staged);
             group_meets();  // all have read the item
             if (threadIdx.x % 128 == 0) release(place(&shared.done[n % 2]));

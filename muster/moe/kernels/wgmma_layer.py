@@ -20,7 +20,9 @@ from muster.moe.kernels.triton_blocks import Blocks, list_blocks
 from muster.moe.problem import MoEProblem
 from muster.workspace import Workspace
 
-SHARED, SOURCE, ARRANGE = (Path(__file__).with_name(name) for name in ("fragments.cu", "wgmma.cu", "arrange.cu"))
+SHARED, SOURCE, ARRANGE, QUANTISE = (
+    Path(__file__).with_name(name) for name in ("fragments.cu", "wgmma.cu", "arrange.cu", "quantise.cu")
+)
 TARGET = "90a"
 """`wgmma` exists for this architecture alone (PTX ISA, "wgmma.mma_async")."""
 
@@ -60,10 +62,14 @@ class Shape:
         """Tiles of 64 weight rows of a program."""
         return self.groups * self.tiles
 
-    def shared(self, unit: int, *, first: bool) -> int:
-        """Bytes of shared memory for units of so many bytes: stages, and results on their way to memory."""
+    def shared(self, unit: int, *, first: bool, e4m3: bool = False) -> int:
+        """Bytes of shared memory for units of so many bytes: stages, and results on their way to memory.
+
+        A stage holds rows of 64 columns in bf16 or, with `e4m3`, of 128 columns and their scales.
+        """
         results = min(self.most, 64) * (self.tiles * (64 if first else 128) + 16)
-        return self.stages * self.depth * (self.most * 2 * CHUNK + self.all_tiles * unit) + self.groups * results
+        rows = self.most * (2 * CHUNK + 4) if e4m3 else self.depth * self.most * 2 * CHUNK
+        return self.stages * (rows + self.depth * self.all_tiles * unit) + self.groups * results
 
 
 def alike(shape: Shape) -> tuple[Shape, Shape]:
@@ -101,20 +107,32 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def shapes_for(format: Format) -> tuple[Pair, ...]:
-    """From small to large."""
-    return E4M3_SHAPES if format.element is Element.E4M3 else SHAPES
+TOKENS_SHAPES = (
+    Shape((16,), 2, 1, 3, 2, 2),
+    Shape((32,), 2, 1, 4, 2, 1),
+    Shape((64,), 3, 1, 4, 2, 1),
+    Shape((64, 80, 128), 2, 1, 4, 2, 1),
+)
+"""Of gate_up with tokens in e4m3."""
 
 
-def shape_for(format: Format, slots: int, experts: int) -> Pair:
+def shapes_for(format: Format, *, e4m3: bool = False) -> tuple[Pair, ...]:
+    """From small to large; with `e4m3` for tokens in e4m3."""
+    pairs = E4M3_SHAPES if format.element is Element.E4M3 else SHAPES
+    if not e4m3:
+        return pairs
+    return tuple((first, second) for first in TOKENS_SHAPES for _, second in pairs if second.most == first.most)
+
+
+def shape_for(format: Format, slots: int, experts: int, *, e4m3: bool = False) -> Pair:
     """By the rows of an average expert and a third as many again."""
-    shapes = shapes_for(format)
+    shapes = shapes_for(format, e4m3=e4m3)
     return next((pair for pair in shapes if 1.35 * slots / experts <= pair[0].most), shapes[-1])
 
 
-def source(shape: Shape) -> str:
-    """The kernel's source with the products it uses."""
-    products = (_multiply(size) for size in shape.sizes)
+def source(shape: Shape, *, e4m3: bool = False) -> str:
+    """The kernel's source with the products it uses, of e4m3 or of bf16."""
+    products = (_multiply(size, e4m3=e4m3) for size in shape.sizes)
     sizes = f"#define SIZES {', '.join(map(str, shape.sizes))}\n"
     return "\n".join((sizes, SHARED.read_text(), _DECLARATION, *products, SOURCE.read_text()))
 
@@ -128,16 +146,17 @@ _DECLARATION = (
 )
 
 
-def _multiply(columns: int) -> str:
+def _multiply(columns: int, *, e4m3: bool) -> str:
     """`multiply<columns>`: one `wgmma` of 64 weight rows, which wants every register by name."""
     count = columns // 2
     sums, operand = (", ".join(f"%{first + i}" for i in range(size)) for first, size in ((0, count), (count, 4)))
+    kind, flags = ("k32.f32.e4m3.e4m3", "p, 1, 1") if e4m3 else ("k16.f32.bf16.bf16", "p, 1, 1, 0")
     return f"""template <> __device__ __forceinline__
 void multiply<{columns}>(float (&c)[MOST / 2], const unsigned (&a)[4], unsigned b, bool add) {{
     asm volatile("{{.reg .pred p; .reg .b64 rows;"
         "setp.ne.b32 p, %{count + 5}, 0; mov.b64 rows, {{%{count + 4}, {ROWS}}};"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
-        "{{{sums}}}, {{{operand}}}, rows, p, 1, 1, 0;}}"
+        "wgmma.mma_async.sync.aligned.m64n{columns}{kind} "
+        "{{{sums}}}, {{{operand}}}, rows, {flags};}}"
         : {", ".join(f'"+f"(c[{i}])' for i in range(count))}
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"((int)add));
 }}
@@ -145,15 +164,21 @@ void multiply<{columns}>(float (&c)[MOST / 2], const unsigned (&a)[4], unsigned 
 
 
 @cache
-def product(shape: Shape, flags: tuple[str, ...], shared: int) -> Kernel:
+def product(shape: Shape, flags: tuple[str, ...], shared: int, e4m3: bool) -> Kernel:
     """The kernel of one product, on the current device."""
-    return Kernel.of(source(shape), "expert_product", flags, shared=shared, target=TARGET)
+    return Kernel.of(source(shape, e4m3=e4m3), "expert_product", flags, shared=shared, target=TARGET)
 
 
 @cache
-def arrange() -> Kernel:
-    """The kernel that puts columns into the order of the fragments."""
-    return Kernel.of(ARRANGE.read_text(), "arrange", ())
+def arrange(e4m3: bool) -> Kernel:
+    """The kernel that puts together the rows of a block, and bf16 columns into the order of the fragments."""
+    return Kernel.of(ARRANGE.read_text(), "arrange", options({"A8": e4m3}))
+
+
+@cache
+def quantise() -> Kernel:
+    """The kernel that makes e4m3 of tokens, columns in the order of the fragments."""
+    return Kernel.of(QUANTISE.read_text(), "quantise", options({}))
 
 
 @cache
@@ -161,8 +186,8 @@ def _multiprocessors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-def constants(problem: MoEProblem, shape: Shape, *, first: bool) -> dict[str, Any]:
-    """What the compiler is told."""
+def constants(problem: MoEProblem, shape: Shape, *, first: bool, e4m3: bool = False) -> dict[str, Any]:
+    """What the compiler is told; with `e4m3` tokens are in e4m3."""
     given: dict[str, Any] = {"MOST": shape.most, "GROUPS": shape.groups, "MT": shape.tiles}
     given |= {
         "STAGES": shape.stages,
@@ -171,7 +196,9 @@ def constants(problem: MoEProblem, shape: Shape, *, first: bool) -> dict[str, An
         "FIRST": first,
         "BIAS": problem.bias,
     }
-    given |= {"WEIGH": problem.router_weight_on_input == first} | format_constants(problem.weights)
+    given |= {"WEIGH": problem.router_weight_on_input == first, "A8": e4m3} | format_constants(problem.weights)
+    if e4m3 and not given["E4M3"]:
+        given["GAIN"] = "8.0f"
     return given | activation_constants(problem) if first else given
 
 
@@ -181,20 +208,15 @@ def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, work
     if not tokens:
         return
     top_k, slots = routed.ids_TK.shape[1], routed.ids_TK.numel()
-    first, second = shape_for(problem.weights, slots, problem.local_experts)
+    first, second = shape_for(problem.weights, slots, problem.local_experts, e4m3=layer.e4m3)
     blocks = _list(problem, routed.ids_TK, first.most, workspace)
     rows = blocks.experts.numel() * first.most
-    x = workspace.take("wgmma rows", (rows, problem.hidden), x_TD.dtype)
     inner = workspace.take("wgmma inner", (rows, problem.inner), x_TD.dtype)
     y_SD = workspace.take("wgmma slots", (slots, problem.hidden), x_TD.dtype)
     taken = workspace.take("wgmma items taken", (2,), torch.int32)
-    chunks = problem.hidden // CHUNK
-    counts = (ctypes.c_int(value) for value in (first.most, top_k, chunks, rows))
-    arrange().launch(
-        (-(-chunks // 8), blocks.experts.numel()), 256, (x_TD, blocks.slots, blocks.experts, x, taken, *counts)
-    )
-    _product(layer, first, True, x, blocks, routed.weights_TK, inner, taken[:1])
-    _product(layer, second, False, inner, blocks, routed.weights_TK, y_SD, taken[1:])
+    x, scales = _rows(layer.e4m3, x_TD, top_k, blocks, taken, workspace)
+    _product(layer, first, True, (x, scales), blocks, routed.weights_TK, inner, taken[:1])
+    _product(layer, second, False, (inner, inner), blocks, routed.weights_TK, y_SD, taken[1:])
     width = min(1024, 1 << (problem.hidden - 1).bit_length())
     triton_experts.combine_kernel[(tokens, -(-problem.hidden // width))](
         y_SD,
@@ -208,6 +230,26 @@ def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, work
         ASM=True,
         num_warps=4,
     )
+
+
+def _rows(
+    e4m3: bool, x_TD: Tensor, top_k: int, blocks: Blocks, taken: Tensor, workspace: Workspace
+) -> tuple[Tensor, Tensor]:
+    """The token rows of each block, `[columns / 64 or 128, rows, 128 bytes]`, and their scales, or the rows again."""
+    (tokens, hidden), (number, most) = x_TD.shape, blocks.slots.shape
+    wide, kind = (2 * CHUNK, torch.uint8) if e4m3 else (CHUNK, x_TD.dtype)
+    groups, rows = hidden // wide, number * most
+    x = workspace.take("wgmma rows", (rows, hidden), kind)
+    given, scales, row_scales = x_TD, x, x
+    if e4m3:
+        given = workspace.take("wgmma tokens", (tokens, hidden), torch.uint8)
+        scales = workspace.take("wgmma scales of tokens", (tokens, groups), torch.float32)
+        row_scales = workspace.take("wgmma scales of rows", (groups, rows), torch.float32)
+        quantise().launch((-(-tokens * groups // 8), 1), 256, (x_TD, given, scales, ctypes.c_int(tokens * groups)))
+    counts = (ctypes.c_int(value) for value in (most, top_k, groups, rows))
+    tensors = given, scales, blocks.slots, blocks.experts, x, row_scales, taken
+    arrange(e4m3).launch((-(-groups // 8), number), 256, (*tensors, *counts))
+    return x, row_scales
 
 
 def _list(problem: MoEProblem, ids_TK: Tensor, rows: int, workspace: Workspace) -> Blocks:
@@ -225,7 +267,7 @@ def _product(
     layer: FragmentLayer,
     shape: Shape,
     first: bool,
-    x: Tensor,
+    x: tuple[Tensor, Tensor],
     blocks: Blocks,
     weights: Tensor,
     out: Tensor,
@@ -237,8 +279,9 @@ def _product(
     width = problem.inner if first else problem.hidden
     together = TOGETHER if number > problem.local_experts else 1
     sizes = _Sizes(matrix.chunks, matrix.tiles, width, number, together, number * shape.most, items)
-    given = constants(problem, shape, first=first)
-    kernel = product(shape, options(given), shape.shared(given["UNIT"], first=first))
+    e4m3 = layer.e4m3 and first
+    given = constants(problem, shape, first=first, e4m3=e4m3)
+    kernel = product(shape, options(given), shape.shared(given["UNIT"], first=first, e4m3=e4m3), e4m3)
     tensors = matrix.units, matrix.tensor_scales, weights if bias is None else bias, weights, out, taken
     programs = min(items, shape.resident * _multiprocessors())
-    kernel.launch((programs, 1), shape.threads, (x, blocks.slots, blocks.experts, *tensors, sizes), early=True)
+    kernel.launch((programs, 1), shape.threads, (*x, blocks.slots, blocks.experts, *tensors, sizes), early=True)
