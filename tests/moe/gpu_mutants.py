@@ -85,6 +85,21 @@ WGMMA_E4M3 = {
     "stages under the first scale": ("scales[m] = now;", "if (start == 0) scales[m] = now;"),
     "first rows' scale for all": ("by[m].x : by[m].y", "by[m].x : by[m].x"),
 }
+WGMMA_W8A8 = {
+    "tokens under another stage's scales": ("at.token_scales + at.stage * (MOST * 4)", "at.token_scales"),
+    "first rows' scale for all": (
+        "k < 2 ? words.codes[0][m].scales.x : words",
+        "k < 0 ? words.codes[0][m].scales.y : words",
+    ),
+}
+BYTES = {
+    "signs lost": ("| (w << 4 & 0x80808080u)", "| 0u"),
+    "rows under each other's scale": ("tables[scales >> 8]", "tables[scales & 255u]"),
+}
+QUANTISE = {
+    "large tokens cut off": ("448.0f", "512.0f"),
+    "columns as they are stored": ("chunk * 16 + product * 8 + half * 4 + t", "lane"),
+}
 ARRANGE = {
     "another token's row": ("(slot[i] / top_k)", "(slot[i] % top_k)"),
     "columns as they are stored": (
@@ -185,12 +200,16 @@ def main() -> None:
         ("wgmma", wgmma_layer, "SOURCE", CUDA, WGMMA),
         ("wgmma", wgmma_layer, "SOURCE", CUDA_E4M3, WGMMA_E4M3),
         ("wgmma", wgmma_layer, "ARRANGE", CUDA, ARRANGE),
+        ("wgmma_w8a8", wgmma_layer, "SOURCE", CUDA_E4M3, WGMMA_W8A8),
+        ("wgmma_w8a8", wgmma_layer, "QUANTISE", CUDA_E4M3, QUANTISE),
+        ("wgmma_w4a8", wgmma_layer, "SHARED", CUDA, BYTES),
     ):
         source = getattr(layer, attribute)
         for bug, change in {"as it is": ("", ""), **mutants}.items():
             number += 1
             setattr(layer, attribute, mutated(source, *change, folder, number) if bug in mutants else source)
-            for kernel in (decode_layer.compiled, wgmma_layer.product, wgmma_layer.arrange):
+            decode_layer.compiled.cache_clear()
+            for kernel in (wgmma_layer.product, wgmma_layer.arrange, wgmma_layer.quantise):
                 kernel.cache_clear()
             found = accepted(backend_name, given, device)
             name = f"{backend_name} {source.name}, {given.weights.name}"

@@ -4,15 +4,11 @@ One activation, and the shape of a 30B model with 128 experts: other constants c
 sums as down and has the longer epilogue, so down is compiled for 9.0 only.
 """
 
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
 
-from test_triton_compiles import SHARED_MEMORY, compiled, pytestmark  # noqa: F401
+from test_triton_compiles import PARKED, SHARED_MEMORY, compiled, pytestmark, stack  # noqa: F401
 
 from muster.formats.spec import BF16, FP8_BLOCK, FP8_CHANNEL, MXFP4, NVFP4, int4
 from muster.moe.kernels import triton_layer
@@ -24,8 +20,6 @@ HIDDEN, INNER, TOP_K = 2048, 768, 8
 FORMATS = (BF16, NVFP4, MXFP4, FP8_CHANNEL, FP8_BLOCK, int4(32), int4(128))
 CASES = {format.name: (format, False) for format in FORMATS}
 CASES |= {f"{format.name}, e4m3 tokens": (format, True) for format in (FP8_CHANNEL, FP8_BLOCK)}
-PARKED = 32
-"""Bytes of a thread's stack that are no spill: the assembler may park a few values ahead of a loop."""
 
 
 def target(format, e4m3, capability):
@@ -65,16 +59,6 @@ def arguments(format, e4m3, sizes, *, down):
     types |= {"w_ptr": "*bf16" if format is BF16 else "*u8", "s_ptr": scales, "z_ptr": "*u8", "y_ptr": "*bf16"}
     types |= {"x_ptr": "*u8" if e4m3 else "*bf16", "inner_ptr": "*bf16"}
     return types, constants, tile
-
-
-def stack(kernel, path: Path) -> int:
-    """Bytes of a thread's stack."""
-    import triton.backends.nvidia
-
-    path.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", usage)[-1])
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
