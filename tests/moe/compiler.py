@@ -62,8 +62,12 @@ def build(source: str, target: str, constants: Mapping[str, Any]) -> Built:
 def _compiler() -> ctypes.CDLL | None:
     """The newest that Python packages bring, or else the system's."""
     packed = [path for entry in sys.path for path in sorted(Path(entry).glob("nvidia/*/lib/libnvrtc.so.*"))]
-    found = str(packed[-1]) if packed else ctypes.util.find_library("nvrtc")
-    return None if found is None else ctypes.CDLL(found)
+    if not packed:
+        found = ctypes.util.find_library("nvrtc")
+        return None if found is None else ctypes.CDLL(found)
+    for beside in packed[-1].parent.glob("libnvrtc-builtins.so*"):
+        ctypes.CDLL(str(beside))  # the compiler opens it by its name alone
+    return ctypes.CDLL(str(packed[-1]))
 
 
 def _text(program: ctypes.c_void_p, size_of: Any, read: Any) -> str:
