@@ -28,7 +28,7 @@ check: $(SETUP) ## Lint, types, import rules.
 	$(BIN)/pytest tests/test_imports.py
 
 test: $(SETUP) ## All tests, two at a time, but those that judge time or memory.
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not alone'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m 'not alone'
 	$(BIN)/pytest -m alone
 
 demo: $(SETUP) ## Write the demo checkpoints and ask the NVFP4 one a question.
