@@ -355,7 +355,7 @@ def _map_problems(
     unlike = {
         file
         for file, entries in readable.items()
-        if len(entries) != expected[file] or not all(weight_map.get(name) == file for name in entries)
+        if len(entries) != expected[file] or set(map(weight_map.get, entries)) - {file}
     }
     if not unlike:
         return []
@@ -397,7 +397,7 @@ def _union(headers: Sequence[Header]) -> tuple[dict[str, TensorEntry], list[Chec
         if not tensors.keys().isdisjoint(entries):
             for name in tensors.keys() & entries.keys():
                 twice.setdefault((tensors[name].file.name, header.file.name), []).append(name)
-        tensors.update(entries)
+        tensors |= entries
     return tensors, [
         CheckpointError(group, found=f"it in both {first} and {second}", expected="it in one file")
         for (first, second), names in twice.items()

@@ -209,39 +209,55 @@ def test_a_pattern_that_is_no_expression_is_found_with_the_config() -> None:
 
 
 PROBE = """
-import sys, time
-start = time.process_time()
+import json, sys, time
 from pathlib import Path
-from muster.checkpoint.index import CheckpointIndex
+from statistics import median
+start = time.process_time()
+from muster.checkpoint.index import CheckpointIndex, collector_at_rest
 from muster.checkpoint.inventory import Inventory
-imported = time.process_time()
-index = CheckpointIndex.open(Path(sys.argv[1]))
-opened = time.process_time()
-tensors = len(index.tensors)
-del index
-before = time.process_time()
-inventory = Inventory.of(sys.argv[1])
-whole = time.process_time() - before
-assert inventory.tensors == tensors
+imported = time.process_time() - start
+
+def seconds(work):
+    before = time.process_time()
+    work()
+    return time.process_time() - before
+
+def parse():
+    with collector_at_rest():
+        parsed = [json.loads(text) for text in texts]
+
+directory = Path(sys.argv[1])
+tensors = len(CheckpointIndex.open(directory).tensors)
+assert Inventory.of(sys.argv[1]).tensors == tensors
 peak = int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
-print(tensors, imported - start, opened - imported, whole, peak, "torch" in sys.modules)
+torch = "torch" in sys.modules
+texts = [(directory / "model.safetensors.index.json").read_bytes()]
+for path in directory.glob("*.safetensors"):
+    with path.open("rb") as stream:
+        texts.append(stream.read(int.from_bytes(stream.read(8), "little")))
+opened, whole = [], []
+for _ in range(3):
+    alone = seconds(parse)
+    opened.append((imported + seconds(lambda: CheckpointIndex.open(directory))) / alone)
+    whole.append(seconds(lambda: Inventory.of(sys.argv[1])) / alone)
+print(tensors, median(opened), median(whole), peak, torch)
 """
 
 
 @pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_headers_of_300_000_tensors_take_little_time_and_600_mb(tmp_path: Path) -> None:
-    """Processor time: all of it is computation on files in the page cache.
+def test_headers_of_300_000_tensors_cost_little_beside_their_json_and_600_mb(tmp_path: Path) -> None:
+    """Two seconds, and half a second more for the inventory, where the JSON alone takes two thirds of a second.
 
-    The promise is two seconds; a core that others share gets half as much again.
+    Processor time, by its ratio to parsing in the same run: a core that others share slows both alike.
     """
     preset = presets.preset("qwen3.5-397b-a17b-nvfp4")
     first = (header for header in headers(preset.spec, preset.layout) if is_before(header, 49))
     directory = write_sparse(tmp_path / "model", preset.config, first)
     done = subprocess.run([sys.executable, "-c", PROBE, directory], capture_output=True, text=True, check=True)
-    tensors, imports, opened, whole, peak, torch = done.stdout.split()
+    tensors, opened, whole, peak, torch = done.stdout.split()
     assert 300_000 <= int(tensors) < 310_000
-    assert float(imports) + float(opened) < 3.0
+    assert float(opened) < 3.0
     assert float(whole) < 3.75
     assert int(peak) < 600e6
     assert torch == "False"
