@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(
 )
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """What a program may have, in bytes (CUDA programming guide, technical specifications per compute capability)."""
-PARKED = 48
-"""Bytes of a thread's stack that are no spill: the assembler may park a few values ahead of a loop."""
+PARKED = 40
+"""Bytes of a thread's stack in a linear: ahead of its loop Triton 3.7's assembler parks a few values, 3.9's none."""
 targets = pytest.mark.parametrize("capability", SHARED_MEMORY)
 
 
@@ -41,10 +41,10 @@ def stack(kernel, path: Path) -> int:
     return int(re.findall(r"STACK:(\d+)", usage)[-1])
 
 
-def check(kernel, tmp_path: Path, capability: int) -> None:
-    """Fits into shared memory, and its threads keep what they have in registers."""
+def check(kernel, tmp_path: Path, capability: int, parked: int = 0) -> None:
+    """Fits into shared memory, and its threads keep what they have in registers, but for so many bytes."""
     assert kernel.metadata.shared <= SHARED_MEMORY[capability]
-    assert stack(kernel, tmp_path / "kernel.cubin") <= PARKED, "registers are spilled"
+    assert stack(kernel, tmp_path / "kernel.cubin") <= parked, "registers are spilled"
 
 
 @targets
@@ -75,7 +75,7 @@ def test_linear(kind, tokens, capability, tmp_path) -> None:
         "turns": "*i32",
     }
     kernel = compiled(triton_linear._linear, signature, constants, capability, sizes.warps, sizes.stages)
-    check(kernel, tmp_path, capability)
+    check(kernel, tmp_path, capability, PARKED)
 
 
 @targets

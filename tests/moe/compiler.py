@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_triton_compiles import PARKED
 
 from muster.moe.kernels.nvrtc import options
 
@@ -30,11 +29,11 @@ class Built:
         return [int(number) for number in re.findall(pattern, self.said)]
 
     @property
-    def spilled(self) -> bool:
-        """Whether a kernel keeps registers in memory."""
+    def stack(self) -> int:
+        """Bytes of memory in which a thread keeps what registers could not hold."""
         found = self.numbers(r"(\d+) bytes stack frame")
         assert found, self.said
-        return max(found) > PARKED
+        return max(found)
 
 
 def build(source: str, target: str, constants: Mapping[str, Any]) -> Built:

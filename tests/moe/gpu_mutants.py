@@ -9,6 +9,7 @@ import importlib
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ from muster.formats.spec import FP8_BLOCK, FP8_CHANNEL, MXFP4, NVFP4, Format, in
 from muster.lab.prove.tolerance import LIMITS, grade, rms, rounding_of
 from muster.moe.backend import Routed
 from muster.moe.experts import bind
-from muster.moe.kernels import triton_layer
+from muster.moe.kernels import decode_layer, triton_layer, wgmma_layer
 from muster.moe.problem import MoEProblem
 from muster.moe.reference import expert_layer
 from muster.moe.weights import ExpertWeights
@@ -63,7 +64,7 @@ E2M1 = {
 }
 E4M3 = {
     "sign lost": ("((w << 8) & SIGN) | ((w << 4) & REST)", "((w << 4) & REST)"),
-    "rows exchanged": ("pairs(rows[1], a[1], a[3]);", "pairs(rows[0], a[1], a[3]);"),
+    "rows exchanged": ("pairs(word(1, j), a[1], a[3]);", "pairs(word(0, j), a[1], a[3]);"),
 }
 DECODE = {
     "a warp's part not added": ("sum.x += more.x;", "sum.x += k == 1 ? 0.0f : more.x;"),
@@ -74,7 +75,7 @@ DECODE = {
     "not weighted": ("v *= weights[slot];", "v *= 1.0f;"),
     "another token's row": ("(slot / TOP_K) * COLUMNS", "(slot % TOP_K) * COLUMNS"),
 }
-DECODE_E4M3 = {"first rows' scale for all": ("unit_sums[n][i] * now[r].scale(i)", "unit_sums[n][i] * now[r].scale(0)")}
+DECODE_E4M3 = {"first rows' scale for all": ("of_row(now[r].scales, i)", "of_row(now[r].scales, 0)")}
 WGMMA = {
     "every tile the first": ("min(tile + m, sizes.tiles - 1)", "tile"),
     "not weighted": ("routing_weights[next.slots[i]] : 0.0f", "1.0f : 0.0f"),
@@ -83,14 +84,11 @@ WGMMA = {
 }
 WGMMA_E4M3 = {
     "stages under the first scale": ("scales[m] = now;", "if (start == 0) scales[m] = now;"),
-    "first rows' scale for all": ("by[m].x : by[m].y", "by[m].x : by[m].x"),
+    "first rows' scale for all": ("of_row(by[m], i)", "of_row(by[m], 0)"),
 }
 WGMMA_W8A8 = {
     "tokens under another stage's scales": ("at.token_scales + at.stage * (MOST * 4)", "at.token_scales"),
-    "first rows' scale for all": (
-        "k < 2 ? words.codes[0][m].scales.x : words",
-        "k < 0 ? words.codes[0][m].scales.y : words",
-    ),
+    "first rows' scale for all": ("of_row(words.codes[0][m].scales, k)", "of_row(words.codes[0][m].scales, 0)"),
 }
 BYTES = {
     "signs lost": ("| (w << 4 & 0x80808080u)", "| 0u"),
@@ -101,7 +99,7 @@ QUANTISE = {
     "columns as they are stored": ("chunk * 16 + product * 8 + half * 4 + t", "lane"),
 }
 ARRANGE = {
-    "another token's row": ("(slot[i] / top_k)", "(slot[i] % top_k)"),
+    "another token's row": ("x[((long long)(slot[i] / top_k)", "x[((long long)(slot[i] % top_k)"),
     "columns as they are stored": (
         "words[0], words[8], words[16], words[24]",
         "words[0], words[1], words[2], words[3]",
@@ -158,7 +156,7 @@ def _moved(matrix, device):  # type: ignore[no-untyped-def]
 def mutated(path: Path, old: str, new: str, folder: Path, number: int) -> Path:
     """A copy of the source with the bug."""
     source = path.read_text()
-    assert old in source, f"{path.name} no longer has {old!r}"
+    assert source.count(old) == 1, f"{path.name} has {source.count(old)} of {old!r}"
     target = folder / f"mutant_{number}{path.suffix}"
     target.write_text(source.replace(old, new))
     return target
@@ -175,21 +173,8 @@ def mutant(old: str, new: str, folder: Path, number: int) -> ModuleType:
     return importlib.import_module(f"mutant_{number}_{SOURCES[-1]}")
 
 
-def main() -> None:
-    """Prints one line of JSON per kernel source and bug: whether it was accepted."""
-    device = torch.device("cpu" if triton_layer.interpreted() else "cuda")
-    folder, right = Path(tempfile.mkdtemp()), triton_layer.kernels
-    sys.path.insert(0, str(folder))
-    for name, given in PROBLEMS.items():
-        sys.stdout.write(json.dumps(["triton", f"as it is, {name}", accepted(backend(name), given, device)]) + "\n")
-    for number, (bug, (name, *change)) in enumerate(TRITON.items()):
-        triton_layer.kernels = mutant(*change, folder, number)  # type: ignore[assignment]
-        sys.stdout.write(json.dumps(["triton", bug, accepted(backend(name), PROBLEMS[name], device)]) + "\n")
-    triton_layer.kernels = right
-    if device.type == "cpu":
-        return
-    from muster.moe.kernels import decode_layer, wgmma_layer
-
+def cuda() -> Iterator[tuple[ModuleType, Path, str, str, MoEProblem, dict[str, tuple[str, str]]]]:
+    """Of each source in CUDA the module that compiles it, its path and name there, who runs it on what, its bugs."""
     for backend_name, layer, attribute, given, mutants in (
         ("decode", decode_layer, "SHARED", CUDA, E2M1),
         ("decode", decode_layer, "SHARED", CUDA_E4M3, E4M3),
@@ -204,12 +189,27 @@ def main() -> None:
         ("wgmma_w8a8", wgmma_layer, "QUANTISE", CUDA_E4M3, QUANTISE),
         ("wgmma_w4a8", wgmma_layer, "SHARED", CUDA, BYTES),
     ):
-        source = getattr(layer, attribute)
-        for bug, change in {"as it is": ("", ""), **mutants}.items():
+        yield layer, getattr(layer, attribute), attribute, backend_name, given, mutants
+
+
+def main() -> None:
+    """Prints one line of JSON per kernel source and bug: whether it was accepted."""
+    device = torch.device("cpu" if triton_layer.interpreted() else "cuda")
+    folder, right = Path(tempfile.mkdtemp()), triton_layer.kernels
+    sys.path.insert(0, str(folder))
+    for name, given in PROBLEMS.items():
+        sys.stdout.write(json.dumps(["triton", f"as it is, {name}", accepted(backend(name), given, device)]) + "\n")
+    for number, (bug, (name, *change)) in enumerate(TRITON.items()):
+        triton_layer.kernels = mutant(*change, folder, number)  # type: ignore[assignment]
+        sys.stdout.write(json.dumps(["triton", bug, accepted(backend(name), PROBLEMS[name], device)]) + "\n")
+    triton_layer.kernels = right
+    if device.type == "cpu":
+        return
+    for layer, source, attribute, backend_name, given, mutants in cuda():
+        for bug, change in {"as it is": None, **mutants}.items():
             number += 1
-            setattr(layer, attribute, mutated(source, *change, folder, number) if bug in mutants else source)
-            decode_layer.compiled.cache_clear()
-            for kernel in (wgmma_layer.product, wgmma_layer.arrange, wgmma_layer.quantise):
+            setattr(layer, attribute, source if change is None else mutated(source, *change, folder, number))
+            for kernel in (decode_layer.compiled, wgmma_layer.product, wgmma_layer.arrange, wgmma_layer.quantise):
                 kernel.cache_clear()
             found = accepted(backend_name, given, device)
             name = f"{backend_name} {source.name}, {given.weights.name}"

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from test_triton_compiles import PARKED, SHARED_MEMORY, compiled, pytestmark, stack  # noqa: F401
+from test_triton_compiles import SHARED_MEMORY, compiled, pytestmark, stack  # noqa: F401
 
 from muster.formats.spec import BF16, FP8_BLOCK, FP8_CHANNEL, MXFP4, NVFP4, int4
 from muster.moe.kernels import triton_layer
@@ -17,6 +17,8 @@ from muster.moe.kernels.triton_tiles import E4M3_TOKENS, TOKENS, Target
 from muster.moe.kernels.tuning import configurations
 
 HIDDEN, INNER, TOP_K = 2048, 768, 8
+PARKED = 32
+"""Bytes of a thread's stack that are no spill: the assembler may park a few values ahead of a loop."""
 FORMATS = (BF16, NVFP4, MXFP4, FP8_CHANNEL, FP8_BLOCK, int4(32), int4(128))
 CASES = {format.name: (format, False) for format in FORMATS}
 CASES |= {f"{format.name}, e4m3 tokens": (format, True) for format in (FP8_CHANNEL, FP8_BLOCK)}

@@ -6,32 +6,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from muster.contract import Decline, Package
-from muster.device import Device
+from muster.contract import Package
 from muster.formats.rounding import Grid, Rounding
-from muster.moe.backend import Facts, FusedFunc, Routed
-from muster.moe.backends.triton import also
-from muster.moe.problem import MoEProblem
+from muster.moe.backend import Facts, Routed
+from muster.moe.backends.fragments import FragmentFunc
 from muster.moe.registry import register_fused_func
-from muster.moe.weights import ExpertWeights
 from muster.workspace import Workspace
 
 if TYPE_CHECKING:
     from muster.moe.kernels.fragments import FragmentLayer
 
 
-def whole_blocks(problem: MoEProblem) -> dict[str, bool]:
-    """What the fragments ask beyond the facts: no unit of weights is in two blocks that share a scale."""
-    widths = (("hidden", problem.hidden), ("inner", problem.inner))
-    return {
-        f"needs {name} % 128 == 0 for fp8-block, found {found}": problem.weights.name == "fp8-block"
-        and found % 128 != 0
-        for name, found in widths
-    }
-
-
 @register_fused_func("decode")
-class Decode(FusedFunc["FragmentLayer"]):
+class Decode(FragmentFunc):
     """Group, gate_up with activation, down with routing weight, combine: four launches."""
 
     facts = Facts(
@@ -54,14 +41,6 @@ class Decode(FusedFunc["FragmentLayer"]):
         kernels=("group_kernel", "expert_product", "combine_kernel"),
         rounding=Rounding(inner=Grid.BF16, weighted=Grid.BF16),
     )
-
-    def supports(self, problem: MoEProblem, device: Device) -> Decline | None:
-        return also(super().supports(problem, device), whole_blocks(problem))
-
-    def prepare(self, problem: MoEProblem, weights: ExpertWeights) -> FragmentLayer:
-        from muster.moe.kernels.fragments import FragmentLayer
-
-        return FragmentLayer.of(problem, weights)
 
     def run(self, prepared: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace) -> None:
         from muster.moe.kernels import decode_layer

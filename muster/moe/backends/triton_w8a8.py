@@ -27,9 +27,9 @@ class TritonW8A8(FusedFunc["TritonLayer"]):
     That is also the rounding where weights have a scale per row or per matrix: it is finer than a scale per token, and
     costs nothing, since sums over more than 128 columns are added outside the tensor core anyway.
 
-    What the activation function gives stays in bf16. Tensor cores up to Hopper's keep 14 bits of a sum of FP8 products
-    (docs/kernel-notes.md); the first such product is off by a thousandth, as bf16 is. Codes made from it would not be
-    those that anybody else makes: enough of them would be a step off to be an error of 2 % in the layer.
+    What the activation function gives stays in bf16. Tensor cores up to Hopper's keep 14 bits of a sum of FP8 products;
+    the first such product is off by a thousandth, as bf16 is, and codes made from it would not be those that anybody
+    else makes: right still, but at four times the distance (docs/kernel-notes.md).
     """
 
     facts = replace(
@@ -38,6 +38,7 @@ class TritonW8A8(FusedFunc["TritonLayer"]):
         weights=frozenset({"fp8-tensor", "fp8-channel", "fp8-block"}),
         kernels=(*TritonFused.facts.kernels, "quantise_kernel"),
         tiles=E4M3_TOKENS,
+        layout="triton for e4m3 tokens",
         rounding=Rounding(input=Grid.FP8_GROUP, inner=Grid.BF16, weighted=Grid.BF16),
     )
 

@@ -6,15 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from muster.contract import Decline, Package
-from muster.device import Device
+from muster.contract import Package
 from muster.formats.rounding import Grid, Rounding
-from muster.moe.backend import Facts, FusedFunc, Routed
-from muster.moe.backends.decode import whole_blocks
-from muster.moe.backends.triton import also
-from muster.moe.problem import MoEProblem
+from muster.moe.backend import Facts, Routed
+from muster.moe.backends.fragments import FragmentFunc
 from muster.moe.registry import register_fused_func
-from muster.moe.weights import ExpertWeights
 from muster.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @register_fused_func("wgmma")
-class Wgmma(FusedFunc["FragmentLayer"]):
+class Wgmma(FragmentFunc):
     """Lists of slots, tokens re-ordered, gate_up with activation, down with routing weight, combine."""
 
     facts = Facts(
@@ -45,15 +41,7 @@ class Wgmma(FusedFunc["FragmentLayer"]):
         rounding=Rounding(inner=Grid.BF16, weighted=Grid.BF16),
     )
 
-    def supports(self, problem: MoEProblem, device: Device) -> Decline | None:
-        return also(super().supports(problem, device), whole_blocks(problem))
-
-    def prepare(self, problem: MoEProblem, weights: ExpertWeights) -> FragmentLayer:
-        from muster.moe.kernels.fragments import FragmentLayer
-
-        return FragmentLayer.of(problem, weights)
-
     def run(self, prepared: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace) -> None:
         from muster.moe.kernels import wgmma_layer
 
-        wgmma_layer.run(prepared, x_TD, routed, out_TD, workspace)
+        wgmma_layer.run(prepared, x_TD, routed, out_TD, workspace, e4m3=self.e4m3)

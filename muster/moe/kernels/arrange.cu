@@ -9,7 +9,8 @@
 
 extern "C" __global__ void __launch_bounds__(256) arrange(
     const uint4* __restrict__ x, const float* __restrict__ scales, const int* __restrict__ slots,
-    const int* __restrict__ experts, uint4* __restrict__ out, float* __restrict__ row_scales, int* __restrict__ taken, int most, int top_k, int chunks, int rows) {
+    const int* __restrict__ experts, uint4* __restrict__ out, float* __restrict__ row_scales, int* __restrict__ taken,
+    int most, int top_k, int chunks, int rows) {
     constexpr int TOGETHER = 4;  // rows of a thread: none waits for another's slot or words
     // Of each warp and row four chunks; padded, so that words eight apart are in banks of their own.
     __shared__ uint4 staged[8][TOGETHER][4][10];

@@ -58,7 +58,7 @@ __device__ __forceinline__ void fetch(Codes (&codes)[R], const char* unit, int p
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
-        for (int plane = 0; plane < PLANES; ++plane)
+        for (int plane = 0; plane < Codes::PLANES; ++plane)
             codes[r].words[plane] = stream(reinterpret_cast<const uint4*>(unit) + plane * 128 + r * 32 + place);
 #if BLOCK_SCALES
         codes[r].scales = __ldg(reinterpret_cast<const float2*>(unit + 4096));
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         unsigned a[4];
-                        now[r].fragment(j, a);
+                        now[r].fragment(j, nullptr, a);
 #pragma unroll
                         for (int n = 0; n < NT; ++n) {
                             const uint4 pair = b[n][j / 2];
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
 #pragma unroll
                     for (int n = 0; n < NT; ++n)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) sums[r][n][i] += unit_sums[n][i] * now[r].scale(i);
+                        for (int i = 0; i < 4; ++i) sums[r][n][i] += unit_sums[n][i] * of_row(now[r].scales, i);
 #endif
                 }
             }

@@ -31,18 +31,20 @@ _LARGEST_FIELD = 254
 """bf16's largest exponent field: that of a matrix's largest e8m0 scale."""
 
 
-def format_constants(format: Format) -> dict[str, str | int]:
+def format_constants(format: Format, *, e4m3: bool = False) -> dict[str, str | int]:
     """What the kernels must know of a format: where its scales are and what they mean.
 
     UNIT bytes are a unit's; results are multiplied by GAIN too. Of 4-bit codes a scale's bf16 bits are
     `byte * SCALE_STEP + SCALE_BASE`, for both half-words, and `SCALE_SHARE` neighbouring lanes of a row read the same
-    byte. Of E4M3 codes a unit has BLOCK_SCALES, or rows have ROW_SCALES, or a matrix has one.
+    byte. Of E4M3 codes a unit has BLOCK_SCALES, or rows have ROW_SCALES, or a matrix has one. With `e4m3` tokens are in
+    e4m3 (A8).
     """
+    given: dict[str, str | int] = {"A8": e4m3}
     if format.element is Element.E4M3:
         by_block, by_row = format.name == "fp8-block", format.name == "fp8-channel"
         unit = 4096 + (16 if by_block else 0)
-        return {"E4M3": 1, "BLOCK_SCALES": int(by_block), "ROW_SCALES": int(by_row), "UNIT": unit, "GAIN": "1.0f"}
-    given: dict[str, str | int] = {"E4M3": 0, "BLOCK_SCALES": 0, "ROW_SCALES": 0, "GAIN": "256.0f"}
+        return given | {"E4M3": 1, "BLOCK_SCALES": by_block, "ROW_SCALES": by_row, "UNIT": unit, "GAIN": "1.0f"}
+    given |= {"E4M3": 0, "BLOCK_SCALES": 0, "ROW_SCALES": 0, "GAIN": "8.0f" if e4m3 else "256.0f"}
     if format.name == "nvfp4":
         return given | {"SCALE_STEP": "0x00100010u", "SCALE_BASE": "0x75807580u", "SCALE_SHARE": 1, "UNIT": 2048 + 256}
     return given | {"SCALE_STEP": "0x00800080u", "SCALE_BASE": "0u", "SCALE_SHARE": 2, "UNIT": 2048 + 128}
@@ -154,28 +156,23 @@ def _in_units(by_warp: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FragmentLayer:
-    """An expert layer in this layout, biases in float32.
-
-    Attributes:
-        e4m3: tokens are quantised to e4m3 for the first product.
-    """
+    """An expert layer in this layout, biases in float32."""
 
     problem: MoEProblem
     gate_up: Fragments
     down: Fragments
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
-    e4m3: bool = False
 
     @staticmethod
     def of(problem: MoEProblem, weights: ExpertWeights, *, e4m3: bool = False) -> FragmentLayer:
-        """Makes the layout."""
+        """Makes the layout; with `e4m3` the first product's is for tokens in e4m3."""
         gate_up = Fragments.of(weights.gate_up, gated=True, e4m3=e4m3)
         down = Fragments.of(weights.down, gated=False)
         gate_up_bias, down_bias = (
             None if bias is None else bias.float().contiguous() for bias in (weights.gate_up_bias, weights.down_bias)
         )
-        return FragmentLayer(problem, gate_up, down, gate_up_bias, down_bias, e4m3)
+        return FragmentLayer(problem, gate_up, down, gate_up_bias, down_bias)
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ from muster.workspace import Workspace
 _IDS = 8192
 """Ids that a program reads at a time, at most."""
 _IDS_OF_WARP = 512
+"""Of which a warp takes so many, beyond four warps."""
 _WIDTH = 1024
 """Columns that a program copies or sums, at most."""
 

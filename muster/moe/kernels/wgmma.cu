@@ -168,7 +168,8 @@ struct Supplier {
 
 // The copying warp: of each item what it is, and its stages. After its first item a program takes what none has taken.
 __device__ __forceinline__ void supply(Shared& shared, unsigned memory, const char* x, const float* token_scales,
-                                       const int* slots, const int* experts, const char* units, const float* tensor_scales, const float* routing_weights, int* taken,
+                                       const int* slots, const int* experts, const char* units,
+                                       const float* tensor_scales, const float* routing_weights, int* taken,
                                        const Sizes& sizes) {
     const int lane = threadIdx.x % 32;
     auto take = [&] {
@@ -249,7 +250,7 @@ struct Words {
             for (int m = 0; m < MT; ++m) {
                 const int unit = ((at.stage * TILES + m) * DEPTH + d) * UNIT;
 #pragma unroll
-                for (int plane = 0; plane < PLANES; ++plane)
+                for (int plane = 0; plane < Codes::PLANES; ++plane)
                     codes[d][m].words[plane] = shared16(at.codes + unit + plane * 2048);
 #if BLOCK_SCALES
                 if (d == 0) codes[d][m].scales = shared8(at.scales + unit);
@@ -270,7 +271,7 @@ __device__ __forceinline__ void over(float (&sums)[MT][MOST / 2]) {
         for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sums[m][i])::"memory");
 }
 
-#if BLOCK_SCALES
+#if BLOCK_SCALES && !A8
 // A stage is within one block of columns. Sums of all stages so far stand for so many times the scales of the last, and
 // are put in terms of the next: one multiplication, and no registers for sums of a stage.
 static_assert(DEPTH <= 2);
@@ -281,7 +282,7 @@ __device__ __forceinline__ void rescale(float (&sums)[MT][MOST / 2], const float
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) sums[m][i] *= i % 4 < 2 ? by[m].x : by[m].y;
+        for (int i = 0; i < N / 2; ++i) sums[m][i] *= of_row(by[m], i);
 }
 #endif
 
@@ -334,7 +335,7 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
                         if (from + i >= N / 8) break;
                         float scale = k % 2 ? scales[i].y : scales[i].x;
 #if BLOCK_SCALES
-                        scale *= k < 2 ? words.codes[0][m].scales.x : words.codes[0][m].scales.y;
+                        scale *= of_row(words.codes[0][m].scales, k);
 #endif
                         sums[m][(from + i) * 4 + k] += stage_sums[m][(from + i) * 4 + k] * scale;
                     }
@@ -346,7 +347,7 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
 #else
 // Sums of a block: N token rows times this warp's 16 rows of each of its warpgroup's tiles.
 template <int N>
-__device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int chunks) {
+__device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int chunks, const uint2* tables) {
     unsigned a[2][2][MT][4];
     Words words;
     words.load(at);
@@ -363,7 +364,7 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) words.codes[d][m].fragment(half * 2 + j, a[half][j][m]);
+                    for (int m = 0; m < MT; ++m) words.codes[d][m].fragment(half * 2 + j, tables, a[half][j][m]);
 #if BLOCK_SCALES
                 if (d == 0 && half == 0) {
                     float2 ratios[MT];
@@ -403,7 +404,6 @@ __device__ __forceinline__ void sum(float (&sums)[MT][MOST / 2], Cursor& at, int
     at.release_stage(at.stage);
     at.advance();
 }
-
 #endif
 
 __device__ __forceinline__ void transposed(unsigned at, unsigned a, unsigned b) {
@@ -508,11 +508,7 @@ __device__ __forceinline__ void fit(float (&sums)[MT][MOST / 2], int count, Curs
     if constexpr (sizeof...(LARGER) > 0) {
         if (count > N) return fit<LARGER...>(sums, count, at, chunks, tables);
     }
-#if A8
     sum<N>(sums, at, chunks, tables);
-#else
-    sum<N>(sums, at, chunks);
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
@@ -537,7 +533,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_product(
     static_assert(!MANY || 64 * 128 + 216 * WORKERS <= 168 * THREADS);
     if (threadIdx.x >= WORKERS) {
         if constexpr (MANY) asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-        if (threadIdx.x < WORKERS + 32) supply(shared, place(memory), x, token_scales, slots, experts, units, tensor_scales, weights, taken, sizes);
+        if (threadIdx.x < WORKERS + 32)
+            supply(shared, place(memory), x, token_scales, slots, experts, units, tensor_scales, weights, taken, sizes);
     } else {
         if constexpr (MANY) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         const char* staged = memory + ROWS_ROOM + CODES_ROOM + SCALES_ROOM + threadIdx.x / 128 * (SLICE * OUT_BYTES);

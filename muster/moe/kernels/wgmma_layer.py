@@ -72,13 +72,15 @@ class Shape:
         return self.stages * (rows + self.depth * self.all_tiles * unit) + self.groups * results
 
 
-def alike(shape: Shape) -> tuple[Shape, Shape]:
+Pair = tuple[Shape, Shape]
+"""Of gate_up and of down, for blocks of as many rows."""
+
+
+def alike(shape: Shape) -> Pair:
     """The shape for both products."""
     return shape, shape
 
 
-Pair = tuple[Shape, Shape]
-"""Of gate_up and of down, for blocks of as many rows."""
 SHAPES = (
     alike(Shape((16,), 2, 2, 4, 2, 2)),
     alike(Shape((32,), 2, 1, 3, 2, 3)),
@@ -95,6 +97,13 @@ E4M3_SHAPES = (
     alike(Shape((144, 192, 256), 2, 1, 4, 1, 1)),
 )
 """Of FP8, whose units are twice as large."""
+TOKENS_SHAPES = (
+    Shape((16,), 2, 1, 3, 2, 2),
+    Shape((32,), 2, 1, 4, 2, 1),
+    Shape((64,), 3, 1, 4, 2, 1),
+    Shape((128,), 2, 1, 4, 2, 1),
+)
+"""Of gate_up with tokens in e4m3."""
 TOGETHER = 8
 """Blocks that share a tile of weights while it is in the second cache, where experts have several blocks."""
 
@@ -107,15 +116,7 @@ class _Sizes(ctypes.Structure):
     )
 
 
-TOKENS_SHAPES = (
-    Shape((16,), 2, 1, 3, 2, 2),
-    Shape((32,), 2, 1, 4, 2, 1),
-    Shape((64,), 3, 1, 4, 2, 1),
-    Shape((128,), 2, 1, 4, 2, 1),
-)
-"""Of gate_up with tokens in e4m3."""
-
-
+@cache
 def shapes_for(format: Format, *, e4m3: bool = False) -> tuple[Pair, ...]:
     """From small to large; with `e4m3` for tokens in e4m3."""
     pairs = E4M3_SHAPES if format.element is Element.E4M3 else SHAPES
@@ -196,27 +197,29 @@ def constants(problem: MoEProblem, shape: Shape, *, first: bool, e4m3: bool = Fa
         "FIRST": first,
         "BIAS": problem.bias,
     }
-    given |= {"WEIGH": problem.router_weight_on_input == first, "A8": e4m3} | format_constants(problem.weights)
-    if e4m3 and not given["E4M3"]:
-        given["GAIN"] = "8.0f"
+    given["WEIGH"] = problem.router_weight_on_input == first
+    given |= format_constants(problem.weights, e4m3=e4m3)
     return given | activation_constants(problem) if first else given
 
 
-def run(layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace) -> None:
-    """Tokens and routing in, tokens out."""
+def run(
+    layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace, *, e4m3: bool = False
+) -> None:
+    """Tokens and routing in, tokens out; with `e4m3` tokens are quantised for the first product."""
     tokens, problem = len(x_TD), layer.problem
     if not tokens:
         return
     top_k, slots = routed.ids_TK.shape[1], routed.ids_TK.numel()
-    first, second = shape_for(problem.weights, slots, problem.local_experts, e4m3=layer.e4m3)
+    first, second = shape_for(problem.weights, slots, problem.local_experts, e4m3=e4m3)
     blocks = _list(problem, routed.ids_TK, first.most, workspace)
     rows = blocks.experts.numel() * first.most
     inner = workspace.take("wgmma inner", (rows, problem.inner), x_TD.dtype)
     y_SD = workspace.take("wgmma slots", (slots, problem.hidden), x_TD.dtype)
     taken = workspace.take("wgmma items taken", (2,), torch.int32)
-    x, scales = _rows(layer.e4m3, x_TD, top_k, blocks, taken, workspace)
-    _product(layer, first, True, (x, scales), blocks, routed.weights_TK, inner, taken[:1])
-    _product(layer, second, False, (inner, inner), blocks, routed.weights_TK, y_SD, taken[1:])
+    x, scales = _rows(e4m3, x_TD, top_k, blocks, taken, workspace)
+    weights = routed.weights_TK
+    _product(layer, first, (x, scales), blocks, weights, inner, taken[:1], first=True, e4m3=e4m3)
+    _product(layer, second, (inner, inner), blocks, weights, y_SD, taken[1:], first=False, e4m3=False)
     width = min(1024, 1 << (problem.hidden - 1).bit_length())
     triton_experts.combine_kernel[(tokens, -(-problem.hidden // width))](
         y_SD,
@@ -266,12 +269,14 @@ def _list(problem: MoEProblem, ids_TK: Tensor, rows: int, workspace: Workspace) 
 def _product(
     layer: FragmentLayer,
     shape: Shape,
-    first: bool,
     x: tuple[Tensor, Tensor],
     blocks: Blocks,
     weights: Tensor,
     out: Tensor,
     taken: Tensor,
+    *,
+    first: bool,
+    e4m3: bool,
 ) -> None:
     matrix, bias = (layer.gate_up, layer.gate_up_bias) if first else (layer.down, layer.down_bias)
     number, problem = blocks.experts.numel(), layer.problem
@@ -279,7 +284,6 @@ def _product(
     width = problem.inner if first else problem.hidden
     together = TOGETHER if number > problem.local_experts else 1
     sizes = _Sizes(matrix.chunks, matrix.tiles, width, number, together, number * shape.most, items)
-    e4m3 = layer.e4m3 and first
     given = constants(problem, shape, first=first, e4m3=e4m3)
     kernel = product(shape, options(given), shape.shared(given["UNIT"], first=first, e4m3=e4m3), e4m3)
     tensors = matrix.units, matrix.tensor_scales, weights if bias is None else bias, weights, out, taken
