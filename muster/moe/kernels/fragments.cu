@@ -19,7 +19,7 @@ __device__ __forceinline__ float of_row(float2 both, int i) { return i % 4 < 2 ?
 // products of two columns of either row, then two more of each; of e4m3 (A8), two products of four and four more.
 struct Codes {
     static constexpr int PLANES = E4M3 ? 2 : 1;
-    uint4 words[PLANES];  // E4M3: of row g, of row g + 8; else eight codes of each word, or with A8 of every other word
+    uint4 words[PLANES];  // E4M3: of row g, of row g + 8; else of both rows, in each word or, with A8, in turns
 #if BLOCK_SCALES
     float2 scales;
 #elif !E4M3
