@@ -23,8 +23,8 @@ from muster.moe.problem import MoEProblem, RoutingRule
 
 search.last_level_cache = lambda _: 0
 search.SECONDS = 0.0
-layer = MoEProblem(128, 128, 4, RoutingRule(2), 4, weights=NVFP4)
-case = Case(Part(Role.EXPERTS, layer, "drawn", 1), 4, "uniform", 0)
+layer = MoEProblem(128, 128, 2, RoutingRule(1), 2, weights=NVFP4)
+case = Case(Part(Role.EXPERTS, layer, "drawn", 1), 2, "uniform", 0)
 good = Tiles(16, 1, Tile(32, 64, 4, 4), Tile(64, 64, 4, 4))
 slow = Tiles(16, 1, Tile(16, 64, 4, 4), Tile(16, 64, 4, 4))
 broken = Tiles(17, 1, Tile(16, 64, 4, 4), Tile(32, 64, 4, 4))
