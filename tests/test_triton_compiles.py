@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,9 @@ pytestmark = pytest.mark.skipif(
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """What a program may have, in bytes (CUDA programming guide, technical specifications per compute capability)."""
 PARKED = 40
-"""Bytes of a thread's stack in a linear: ahead of its loop Triton 3.7's assembler parks a few values, 3.9's none."""
+"""Bytes of a thread's stack in a linear: ahead of its loop Triton 3.7's assembler parks a few values."""
+PARKS_NONE = "3.9."
+"""The beginning of the version of a Triton whose assembler does not."""
 targets = pytest.mark.parametrize("capability", SHARED_MEMORY)
 
 
@@ -75,7 +78,7 @@ def test_linear(kind, tokens, capability, tmp_path) -> None:
         "turns": "*i32",
     }
     kernel = compiled(triton_linear._linear, signature, constants, capability, sizes.warps, sizes.stages)
-    check(kernel, tmp_path, capability, PARKED)
+    check(kernel, tmp_path, capability, 0 if version("triton").startswith(PARKS_NONE) else PARKED)
 
 
 @targets

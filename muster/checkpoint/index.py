@@ -397,7 +397,7 @@ def _union(headers: Sequence[Header]) -> tuple[dict[str, TensorEntry], list[Chec
         if not tensors.keys().isdisjoint(entries):
             for name in tensors.keys() & entries.keys():
                 twice.setdefault((tensors[name].file.name, header.file.name), []).append(name)
-        tensors |= entries
+        tensors.update(entries)
     return tensors, [
         CheckpointError(group, found=f"it in both {first} and {second}", expected="it in one file")
         for (first, second), names in twice.items()

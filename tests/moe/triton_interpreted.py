@@ -48,9 +48,10 @@ CASES = {
     "fp8-block, swiglu-oai, bias, sentinel ids": Case(
         small(FP8_BLOCK, activation=GPT_OSS, bias=True), tokens=12, pattern=sentinels
     ),
-    "fp8-channel, relu2": Case(small(FP8_CHANNEL, hidden=160, activation=Activation("relu2")), tokens=3),
-    "more slots than one launch groups": Case(
-        small(FP8_CHANNEL, hidden=160, experts=10, top_k=1), tokens=sum(TILE_EDGES), pattern=tile_edges
+    "fp8-channel, relu2, more slots than one launch groups": Case(
+        small(FP8_CHANNEL, hidden=160, experts=10, top_k=1, activation=Activation("relu2")),
+        tokens=sum(TILE_EDGES),
+        pattern=tile_edges,
     ),
     "fp8-block, nothing but sentinel ids": Case(small(FP8_BLOCK), tokens=3, pattern=nothing_here),
     "fp8-block, zero tokens": Case(small(FP8_BLOCK), tokens=0),
@@ -60,10 +61,7 @@ GIVEN = {
     "triton_w8a8": tuple(name for name in CASES if name.startswith("fp8-")),
     "triton": ("mxfp4 as in gpt-oss", "int4-g32", "fp8-tensor, second of two ranks"),
 }
-"""What each backend is given; `triton` differs from `triton_fused` in who groups the rows, and in nothing else.
-
-`triton_w8a8` groups them as `triton_fused` does.
-"""
+"""What each backend is given; `triton` differs from `triton_fused` in who groups the rows, and in nothing else."""
 
 
 def declined(backend: str, case: Case) -> Decline | None:

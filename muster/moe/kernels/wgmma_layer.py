@@ -203,7 +203,7 @@ def constants(problem: MoEProblem, shape: Shape, *, first: bool, e4m3: bool = Fa
 
 
 def run(
-    layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace, *, e4m3: bool = False
+    layer: FragmentLayer, x_TD: Tensor, routed: Routed, out_TD: Tensor, workspace: Workspace, *, e4m3: bool
 ) -> None:
     """Tokens and routing in, tokens out; with `e4m3` tokens are quantised for the first product."""
     tokens, problem = len(x_TD), layer.problem
